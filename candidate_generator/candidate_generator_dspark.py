@@ -232,7 +232,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.statistics.keep_log:
             self.statistics.log[-1][-1] = accepted
         if self.rest is not None:
-            self.rest.record(len(self._drafts), emitted, self._context)
+            self.rest.record(len(self._drafts), accepted, self._context)
 
     def _keep_features(self, features: torch.Tensor, emitted: int) -> None:
         """Queue the features of committed positions: the prompt's, later the old anchor's and accepted drafts'."""

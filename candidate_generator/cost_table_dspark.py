@@ -197,24 +197,36 @@ def profile(drafter, target, seconds: float = PROFILE_SECONDS, contexts: tuple[i
     widths = sorted({1, 1 + block, 2, 3, 1 + block // 2, *range(4, block, 2)})
     room = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max(contexts)
     verify, draft = {}, {}
-    expected = 0.0  # seconds per token of context, doubled for safety
+    prefill = 0.0  # seconds per token of context, as the context before had it
     for context in sorted({min(c, max(8, room - 1 - block)) for c in contexts}):
-        started = time.perf_counter()
-        if expected * context > deadline - started:
+        measuring = sum(verify[min(verify)].values()) * REPEATS if verify else 0.0
+        if verify and prefill * context + 2 * measuring > deadline - time.perf_counter():
             break
-        verify[context] = _time_forwards(target, context, widths, deadline)
+        started = time.perf_counter()
+        cache = _prefill(target, context)
+        prefill = (time.perf_counter() - started) / context
+        verify[context] = _time_forwards(target, cache, context, widths, deadline)
         draft[context] = _time_draft(drafter, link, context, deadline)
-        expected = 2 * (time.perf_counter() - started) / context if not expected else expected
     return CostTable(verify, draft, table_key(drafter, target))
 
 
-def _time_forwards(target, context: int, widths: list[int], deadline: float) -> dict[int, float]:
-    """Seconds by width: medians over rounds, so that a slow moment of the machine touches all widths alike."""
-    ids = torch.arange(context + max(widths), device=target.device)[None] % target.config.get_text_config().vocab_size
-    name = cache_argument(target)
+def _ids(target, start: int, stop: int) -> torch.LongTensor:
+    """Some text of the right length, `[1, stop - start]`: token ids in turn, no random number."""
+    return torch.arange(start, stop, device=target.device)[None] % target.config.get_text_config().vocab_size
+
+
+def _prefill(target, context: int):
+    """A cache of `context` tokens that can be cropped."""
     short = {"logits_to_keep": 1} if target._supports_logits_to_keep() else {}
-    cache = target(ids[:, :context], use_cache=True, **short)[name]
+    cache = target(_ids(target, 0, context), use_cache=True, **short)[cache_argument(target)]
     cache.activate_past_recording()
+    _synchronize(target.device)
+    return cache
+
+
+def _time_forwards(target, cache, context: int, widths: list[int], deadline: float) -> dict[int, float]:
+    """Seconds by width: medians over rounds, so that a slow moment of the machine touches all widths alike."""
+    name = cache_argument(target)
     samples: dict[int, list[float]] = {}
     # The ends first: with little time the line through them is the table.
     order = list(dict.fromkeys((1, max(widths), *widths)))
@@ -223,7 +235,7 @@ def _time_forwards(target, context: int, widths: list[int], deadline: float) -> 
             break
         _synchronize(target.device)
         started = time.perf_counter()
-        target(ids[:, context : context + width], use_cache=True, **{name: cache})
+        target(_ids(target, context, context + width), use_cache=True, **{name: cache})
         _synchronize(target.device)
         samples.setdefault(width, []).append(time.perf_counter() - started)
         cache.crop(-width)

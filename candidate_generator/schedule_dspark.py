@@ -161,18 +161,20 @@ class AcceptanceRates:
 class RestPolicy:
     """Decides, before the backbone runs, whether a round drafts at all; from earlier rounds and the table only.
 
-    Drafting is given up while the tokens accepted by recent drafted rounds, over the table's times for them, fall
-    short of plain decoding's rate. It is tried again after a pause that doubles with each failure.
+    A running balance of tokens: each drafted round adds what it emitted and takes what plain decoding would have
+    emitted in the same time by the table. When the credit is used up, drafting rests; it is tried again, on a smaller
+    credit, after a pause that grows with each failure. So a drafter that never hits loses a bounded number of tokens,
+    and one that pays builds up a reserve against a run of bad luck.
     """
 
-    TRIAL_ROUNDS = 4  # drafted rounds before the first verdict
-    MEMORY = 0.85  # weight of a drafted round one round later: a horizon of about 7 rounds
-    FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # plain rounds
+    CREDIT, TRIAL_CREDIT = 2.0, 1.0  # tokens that may be lost at the start of a call, and after a pause
+    RESERVE = 6.0  # tokens the balance may grow to
+    LEAST_CHARGE = 0.5  # tokens a round without an accepted draft costs at least
+    FIRST_PAUSE, GROWTH, LONGEST_PAUSE = 8, 3, 216  # plain rounds
 
     def __init__(self, cost_table: CostTable):
         self.cost_table = cost_table
-        self.tokens = self.plain_tokens = 0.0
-        self.drafted_rounds = 0
+        self.balance = self.CREDIT
         self.pause = self.FIRST_PAUSE
         self.resting = 0
 
@@ -183,23 +185,20 @@ class RestPolicy:
             return False
         return True
 
-    def record(self, verified: int, emitted: int, context: int) -> bool:
-        """Count a drafted round; `True` when it starts a pause.
+    def record(self, verified: int, accepted: int, context: int) -> None:
+        """Count a drafted round.
 
         Args:
             verified: draft tokens sent to the target, `l`.
-            emitted: tokens the round added, accepted drafts and one of the target's.
+            accepted: how many of them were taken.
             context: tokens in the cache before the round.
         """
         plain = self.cost_table.verify_seconds(1, context)
         spent = self.cost_table.draft_seconds(context) + self.cost_table.verify_seconds(1 + verified, context)
-        self.tokens = self.MEMORY * self.tokens + emitted
-        self.plain_tokens = self.MEMORY * self.plain_tokens + spent / plain
-        self.drafted_rounds += 1
-        if self.drafted_rounds < self.TRIAL_ROUNDS or self.tokens >= self.plain_tokens:
+        gain = 1 + accepted - spent / plain
+        self.balance = min(self.balance + (gain if accepted else min(gain, -self.LEAST_CHARGE)), self.RESERVE)
+        if self.balance <= 0:
+            self.resting, self.balance = self.pause, self.TRIAL_CREDIT
+            self.pause = min(self.GROWTH * self.pause, self.LONGEST_PAUSE)
+        elif self.balance >= self.CREDIT:
             self.pause = self.FIRST_PAUSE
-            return False
-        self.resting, self.pause = self.pause, min(2 * self.pause, self.LONGEST_PAUSE)
-        # Halve what is remembered, so that a few good rounds after the pause can change the verdict.
-        self.tokens, self.plain_tokens = self.tokens / 2, self.plain_tokens / 2
-        return True
