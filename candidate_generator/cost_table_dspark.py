@@ -50,7 +50,9 @@ class CostTable:
                 raise ValueError(f"`verify` at context {context} has no cost for 1 token, which plain decoding costs.")
         seconds = [s for row in self.verify.values() for s in row.values()]
         if not seconds or min(seconds) <= 0 or not self.draft or min(self.draft.values()) < 0:
-            raise ValueError("costs are seconds: `verify` needs positive ones, `draft` at least one that is not negative.")
+            raise ValueError(
+                "costs are seconds: `verify` needs positive ones, `draft` at least one that is not negative."
+            )
         self._rows = [(context, _monotone(sorted(row.items()))) for context, row in self.verify.items()]
         self._draft_points = list(self.draft.items())
 

@@ -24,7 +24,10 @@ HOOK_SWITCH = "DSPARK_HOOK"
 HOOK_MARK = "_dspark_hook"
 
 # Written to `custom_generate/generate.py` of every saved drafter.
-CUSTOM_GENERATE = '''"""`target.generate(**inputs, assistant_model=drafter, custom_generate=<this repo>, trust_remote_code=True)`."""
+CUSTOM_GENERATE = '''"""The official spelling of assisted decoding with the drafter of this repo:
+
+    target.generate(**inputs, assistant_model=drafter, custom_generate=<this repo>, trust_remote_code=True)
+"""
 
 
 def generate(model, assistant_model=None, **kwargs):
@@ -85,9 +88,7 @@ def assisted_decoding(
     cache = call_cache(kwargs)
     generator = DSparkCandidateGenerator(drafter, target, generation_config, logits_processor, kwargs)
     generator.statistics.keep_log = bool(getattr(generation_config, "dspark_log", False))
-    ends = BlockEnds(
-        stopping_criteria, streamer, cache, input_ids.shape[1], lambda: generator.awaiting_verification
-    )
+    ends = BlockEnds(stopping_criteria, streamer, cache, input_ids.shape[1], lambda: generator.awaiting_verification)
     generator.before_draft = ends.release_crop
     with generator.running(), ends:
         output = original(
@@ -132,7 +133,8 @@ def refuse_unsupported(target, input_ids, logits_processor, model_kwargs: dict) 
         )
     if any("ClassifierFreeGuidance" in type(p).__name__ for p in logits_processor or ()):
         raise ValueError(
-            "`guidance_scale` keeps a cache of its own that cannot follow rejected drafts: drop it or `assistant_model`."
+            "`guidance_scale` keeps a cache of its own, which cannot follow rejected drafts: drop it, or drop "
+            "`assistant_model`."
         )
 
 

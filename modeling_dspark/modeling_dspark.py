@@ -285,7 +285,7 @@ class DSparkModel(DSparkPreTrainedModel):
         links = self._runtime.links
         if target not in links:
             links[target] = TargetLink(self, target)
-        links[target].drop_own_embeddings(self)
+            links[target].drop_own_embeddings(self)
         return links[target]
 
     def confidence_temperatures(self, temperature: float) -> list[float]:
@@ -319,6 +319,16 @@ class DSparkModel(DSparkPreTrainedModel):
         super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
             write_code_files(Path(save_directory))
+
+    def __getattr__(self, name: str):
+        if name == "generation_config":  # what the host asks an assistant for when the hook is not there
+            raise AttributeError(
+                "a DSpark drafter does not generate by itself, and `generate` does not know DSpark drafters because "
+                "DSPARK_HOOK=0 left it as it was. Unset it, or call "
+                "`target.generate(..., assistant_model=drafter, custom_generate=<drafter repo>, "
+                "trust_remote_code=True)` or `drafter.decode_for(target, ...)`."
+            )
+        return super().__getattr__(name)
 
     def __getstate__(self) -> dict:
         return {key: value for key, value in self.__dict__.items() if key != "_runtime"}

@@ -48,7 +48,7 @@ class TargetLink:
         """`U_k` of eq. 4 over the producible ids: hidden states `[..., H]` to fp32 `[..., V']`."""
         head = drafter.lm_head if drafter.lm_head is not None else self.target.get_output_embeddings()
         if self.config.draft_vocab_size is not None and is_plain_linear(head):
-            rows, bias = self._gathered_head(head, drafter.kept_ids)
+            rows, bias = self._gathered_head(head, drafter)
             logits = nn.functional.linear(hidden.to(device=rows.device, dtype=rows.dtype), rows, bias)
         else:
             logits = head(hidden.to(device=head.weight.device, dtype=head_dtype(head, hidden.dtype)))
@@ -63,11 +63,11 @@ class TargetLink:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def _gathered_head(self, head: nn.Linear, kept_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _gathered_head(self, head: nn.Linear, drafter: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of a plain LM head for the kept ids, gathered again only when the weight or the kept ids changed."""
-        key = (tensor_version(head.weight), tensor_version(kept_ids))
+        key = (tensor_version(head.weight), tensor_version(drafter.d2t))
         if key != self._head_key:
-            ids = kept_ids.to(head.weight.device)
+            ids = drafter.kept_ids.to(head.weight.device)
             self._head_rows = head.weight.detach()[ids]
             self._head_bias = None if head.bias is None else head.bias.detach()[ids]
             self._head_key = key
@@ -100,7 +100,7 @@ def text_config(target: nn.Module):
 def check_fit(config, target: nn.Module) -> None:
     """Refuse a target the drafter was not built for, naming both values."""
     theirs = text_config(target)
-    names = f"drafter for {config.target_name_or_path or 'an unnamed target'}, target {theirs._name_or_path or 'unnamed'}"
+    names = f"drafter for {describe(config.target_name_or_path)}, target {describe(theirs._name_or_path)}"
     pairs = (
         ("hidden_size", config.hidden_size, theirs.hidden_size),
         ("num_target_layers", config.num_target_layers, theirs.num_hidden_layers),
@@ -115,7 +115,8 @@ def check_fit(config, target: nn.Module) -> None:
     rows = target.get_input_embeddings().weight.shape[0]
     if config.mask_token_id >= rows:
         raise ValueError(
-            f"`mask_token_id` {config.mask_token_id} is not a row of the target's embedding, which has {rows} ({names})."
+            f"`mask_token_id` {config.mask_token_id} is not a row of the target's embedding, which has {rows} "
+            f"({names})."
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"the target {type(target).__name__} has no LM head; load it with AutoModelForCausalLM.")
@@ -205,5 +206,5 @@ def warn_if_other_target(config, target: nn.Module) -> None:
         )
 
 
-def describe(name: str | None, revision: str | None) -> str:
+def describe(name: str | None, revision: str | None = None) -> str:
     return f"{name or 'an unnamed model'}" + (f" at {revision}" if revision else "")

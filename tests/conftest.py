@@ -4,6 +4,8 @@ import os
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tiny models gain nothing from threads, and several test runs on one machine lose a lot by them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -42,7 +44,7 @@ TARGETS = {
 
 
 def make_target(kind: str = "llama", seed: int = 0, spread: float = 3.0, **overrides) -> torch.nn.Module:
-    """A random causal LM. Weights are scaled up by `spread`, so that its greedy text is neither constant nor chaotic."""
+    """A random causal LM, its weights scaled up by `spread`: greedy text is neither constant nor chaotic then."""
     values = {k: v for k, v in {**COMMON, **TARGETS.get(kind, {}), **overrides}.items() if v is not None}
     torch.manual_seed(seed)
     target = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).eval()

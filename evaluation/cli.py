@@ -1,0 +1,32 @@
+"""`dspark <command>`: one module a command, imported only when it runs, so that `dspark --help` answers at once."""
+
+import argparse
+import importlib
+import sys
+
+
+COMMANDS = {
+    "benchmark": ("benchmark", "time plain and assisted decoding in turn on your prompts"),
+    "profile": ("profiling", "measure and print the cost table of a target and its drafter on this machine"),
+    "demo": ("demo", "SmolLM2-135M-Instruct with its drafter: the same text, sooner"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    listing = "\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="dspark",
+        description="DSpark speculative decoding for Hugging Face Transformers.",
+        epilog=f"commands:\n{listing}\n\n`dspark <command> --help` lists a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
+    # Only the command itself is parsed here; what follows is the command's own.
+    module, _ = COMMANDS[parser.parse_args(argv[:1]).command]
+    return importlib.import_module(f"dspark.evaluation.{module}").main(argv[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""`dspark profile`: what a draft and a verification cost on this machine, for the schedule.
+
+    dspark profile --target <model> --drafter <drafter>
+
+Decoding does this by itself on first use, in at most five seconds. Profiling by hand, on a quiet machine and for
+longer, replaces the table that was kept; `--output` writes it elsewhere, to be loaded with
+`drafter.cost_table = CostTable.load(file)` or given to `dspark benchmark --cost-table`.
+"""
+
+import argparse
+from pathlib import Path
+
+from dspark.evaluation.inputs import add_model_arguments, load_models
+from dspark.evaluation.machine import look, why_busy
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="dspark profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--output", type=Path, help="write the table here instead of where decoding looks for it")
+    parser.add_argument("--seconds", type=float, default=15.0, help="time to stay within, roughly (15)")
+    args = parser.parse_args(argv)
+    if args.seconds <= 0:
+        parser.error(f"--seconds is {args.seconds}: give a positive number.")
+    busy = why_busy(look())
+    if busy:
+        print(f"warning: {busy}; profile again when the machine is quiet.")
+
+    from dspark.candidate_generator.cost_table_dspark import profile, table_path
+
+    try:
+        target, drafter = load_models(args)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    table = profile(drafter, target, seconds=args.seconds)
+    path = args.output or table_path(table.key)
+    table.save(path)
+    print(table)
+    print(f"written to {path}")
+    return 0
