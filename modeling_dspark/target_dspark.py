@@ -41,7 +41,7 @@ class TargetLink:
         The target's embedding module is called, so a scale that lives in it (Gemma 3) applies.
         """
         embedding = drafter.embed_tokens if drafter.embed_tokens is not None else self.target.get_input_embeddings()
-        out = embedding(ids.to(embedding.weight.device))
+        out = embedding(ids.to(input_device(embedding.weight, ids)))
         return out.to(device=drafter.device, dtype=drafter.dtype)
 
     def base_logits(self, drafter: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,8 @@ class TargetLink:
             rows, bias = self._gathered_head(head, drafter)
             logits = nn.functional.linear(hidden.to(device=rows.device, dtype=rows.dtype), rows, bias)
         else:
-            logits = head(hidden.to(device=head.weight.device, dtype=head_dtype(head, hidden.dtype)))
+            device = input_device(head.weight, hidden)
+            logits = head(hidden.to(device=device, dtype=head_dtype(head, hidden.dtype)))
             logits = logits[..., : self.config.vocab_size]
             if self.config.draft_vocab_size is not None:
                 logits = logits[..., drafter.kept_ids.to(logits.device)]
@@ -149,6 +150,11 @@ def is_plain_linear(head: nn.Module) -> bool:
         and not head._forward_pre_hooks
         and not hasattr(head, "_hf_hook")
     )
+
+
+def input_device(weight: torch.Tensor, given: torch.Tensor) -> torch.device:
+    """Where to send a module's input: to its weight, unless that is offloaded and fetched by a hook of its own."""
+    return given.device if weight.device.type == "meta" else weight.device
 
 
 def head_dtype(head: nn.Module, default: torch.dtype) -> torch.dtype:

@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dspark.candidate_generator import CostTable
@@ -55,6 +56,22 @@ def make_target(kind: str = "llama", seed: int = 0, spread: float = 3.0, **overr
     target.generation_config.pad_token_id = 0
     target.generation_config.eos_token_id = None
     return target
+
+
+# Seed and spread whose greedy text behind `prompt` repeats least: a drafter that is a position off is wrong there.
+LIVELY = {
+    "llama": (5, 6.0),
+    "qwen3": (1, 6.0),
+    "gemma3_text": (5, 4.0),
+    "mistral": (6, 2.0),
+    "phi3": (3, 2.0),
+    "gpt_neox": (7, 2.0),
+}
+
+
+def lively_target(kind: str = "llama", **overrides) -> torch.nn.Module:
+    seed, spread = LIVELY[kind]
+    return make_target(kind, seed, spread, **overrides)
 
 
 def make_drafter(target, seed: int = 1, cls=DSparkModel, cost_table: CostTable = FLAT_COSTS, **overrides):
@@ -125,10 +142,19 @@ def scripted(target, prompt, kind: str, tokens: int = 128, **overrides) -> Scrip
     text = plain(target, prompt, max_new_tokens=tokens, eos_token_id=None)[0].tolist()
     padding = 0 if prompt.shape[1] == len(text) - tokens else None
     assert padding == 0, "the target stopped early"
+    return following(target, text, kind, **overrides)
+
+
+def following(target, text: list[int], kind: str = "oracle", shift: int = 0, **overrides) -> ScriptedDrafter:
+    """A scripted drafter for a text that is known, kinds as in `scripted`.
+
+    Args:
+        shift: position of `text[0]`.
+    """
     drafter = make_drafter(target, cls=ScriptedDrafter, **overrides)
 
     def right(position):
-        return text[min(position, len(text) - 1)]
+        return text[min(position - shift, len(text) - 1)]
 
     def wrong(position):
         return (right(position) + 1) % VOCAB
@@ -139,6 +165,17 @@ def scripted(target, prompt, kind: str, tokens: int = 128, **overrides) -> Scrip
         "alternating": lambda position: right(position) if position % 2 == 0 else wrong(position),
     }[kind]
     return drafter
+
+
+def with_lora(target, modules: list[str], seed: int = 0):
+    """The target with adapters that change what it says, as a `PeftModel`."""
+    torch.manual_seed(seed)
+    wrapped = get_peft_model(target, LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(2.0)
+    return wrapped
 
 
 def config(**kwargs) -> GenerationConfig:

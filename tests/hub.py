@@ -298,7 +298,7 @@ def switched_off(job) -> dict:
 
 
 def mixed(job) -> dict:
-    """Drafters of several code versions, the installed one included, loaded in the given order and used in turn."""
+    """Drafters of several code versions and of the package: loaded in the given order, used in turn, saved."""
     from transformers import GenerationMixin
 
     target = load_target(job)
@@ -311,6 +311,8 @@ def mixed(job) -> dict:
         roots[name] = type(drafters[name]).__module__.split(".")[0]
         hooks.append(GenerationMixin._assisted_decoding)
     turns = [{name: compare(target, drafter) for name, drafter in drafters.items()} for _ in range(2)]
+    for name, drafter in drafters.items():
+        drafter.save_pretrained(Path(job["saved"], name))
     return {"roots": roots, "one_hook": len({id(h) for h in hooks}) == 1, "hook_depth": hook_depth(), "turns": turns}
 
 

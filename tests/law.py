@@ -5,18 +5,21 @@
 all ask. `statistics_of_paths` of an assisted call show which rounds the paths went through.
 """
 
+import random
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from functools import cache
 from unittest import mock
 
 import torch
-
 from conftest import config, make_drafter, make_target
+from transformers import LogitsProcessor
+
 from dspark.candidate_generator import CostTable, PrefixScheduler, candidate_generator_dspark
 
 
 VOCAB = 4
-PROMPT = torch.tensor([[1, 2, 0]])
+PROMPT = torch.tensor([[1, 2, 3]])  # without the padding id 0, which generate would mask
 MASK = 3  # an id like any other: the text may hold it
 
 
@@ -168,3 +171,110 @@ class Searching(PrefixScheduler):
         tokens = 1 + confidences.double().cumprod(0).cumsum(0)
         values = torch.cat([tokens.new_ones(1), tokens]) / torch.tensor(self.seconds, dtype=torch.float64)
         return values.argmax()
+
+
+class Opening(LogitsProcessor):
+    """Fixes the first new token: a quarter of the paths, and a law that depends on the rounds alone."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] > PROMPT.shape[1]:
+            return scores
+        return torch.full_like(scores, float("-inf")).index_fill(1, torch.tensor([self.token]), 0.0)
+
+
+class World:
+    """Random tables for a simulated call: the target's law by text, draft laws and confidences by anchor and drafts.
+
+    A confidence tells nothing about the drafts' worth but much about their ids: a schedule that peeks at it shows.
+    """
+
+    def __init__(self, seed: int, block_size: int = 3):
+        self.seed, self.block_size = seed, block_size
+        self.target, self.draft, self.confidence = cache(self.target), cache(self.draft), cache(self.confidence)
+
+    def _law(self, *key) -> list[float]:
+        weights = [
+            random.Random(repr((self.seed, key))).gammavariate(0.5, 1.0) for key in ((*key, i) for i in range(4))
+        ]
+        return [w / sum(weights) for w in weights]
+
+    def target(self, text: tuple) -> list[float]:
+        return self._law("target", text)
+
+    def draft(self, text: tuple, drafts: tuple) -> list[float]:
+        return self._law("draft", text[-1:], drafts)
+
+    def confidence(self, text: tuple, drafts: tuple) -> float:
+        return random.Random(repr((self.seed, "confidence", text[-1:], drafts))).betavariate(0.8, 0.5)
+
+
+def never(text: tuple) -> bool:
+    return False
+
+
+def target_law(world, new_tokens: int, ended=never, start: tuple = (0,)) -> dict[tuple, float]:
+    """The law of plain decoding behind `start`, multiplied out."""
+    open_texts, law = {(): 1.0}, {}
+    while open_texts:
+        text, weight = open_texts.popitem()
+        for token, share in enumerate(world.target(start + text)):
+            longer = (*text, token)
+            done = len(longer) == new_tokens or ended(longer)
+            (law if done else open_texts)[longer] = weight * share
+    return law
+
+
+def simulated_law(
+    world, new_tokens: int, scheduler, rest=None, whole_block=False, ended=lambda text: False, seen=None
+):
+    """The law of an assisted call in a world, with the project's scheduler and rest policy in the loop.
+
+    Args:
+        scheduler, rest: make a fresh one for every call.
+        whole_block: draw all slots, then ask `length`, as an accelerator does; otherwise ask `admits` slot by slot.
+        seen: a counter of chosen lengths, `None` for a round that rested.
+    """
+    seen = Counter() if seen is None else seen
+
+    def drafts_of(plan, text, limit, choose):
+        drafts, laws, confidences = (), [], []
+        for _ in range(limit):
+            confidences.append(world.confidence(text, drafts))
+            if not (whole_block or plan.admits(confidences[-1])):
+                break
+            laws.append(world.draft(text, drafts))
+            drafts += (choose(laws[-1]),)
+        if whole_block:
+            drafts = drafts[: int(plan.length(torch.tensor(confidences, dtype=torch.float64)))]
+        plan.end_round(confidences[: len(drafts) + 1])
+        return drafts, laws
+
+    def experiment(choose):
+        plan, pause = scheduler(), rest() if rest is not None else None
+        text = (0,)  # the anchor
+        while len(text) <= new_tokens and not ended(text[1:]):
+            limit, drafts, laws = min(world.block_size, new_tokens - len(text)), (), []
+            rests = limit > 0 and pause is not None and not pause.drafts()
+            if limit > 0 and not rests:
+                plan.start_round(limit, len(text))
+                drafts, laws = drafts_of(plan, text, limit, choose)
+            p = [world.target(text + drafts[:k]) for k in range(len(drafts) + 1)]
+            accepted = choose(acceptance([p[k][x] / laws[k][x] for k, x in enumerate(drafts)])) if drafts else 0
+            last = p[accepted]
+            if accepted < len(drafts):
+                last = [max(0.0, a - b) for a, b in zip(last, laws[accepted])]
+            block = (*drafts[:accepted], choose([w / sum(last) for w in last]))
+            if limit > 0:
+                seen[None if rests else len(drafts)] += 1
+                if pause is not None and not rests:
+                    pause.record(len(drafts), accepted, len(text))
+            for token in block:
+                text += (token,)
+                if ended(text[1:]):
+                    break
+        return text[1:]
+
+    return law_of(experiment, new_tokens)

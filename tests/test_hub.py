@@ -17,12 +17,14 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, plain
 from hub import NEW_TOKENS, PROMPT, weights_digest
 from safetensors import safe_open
+from transformers import PreTrainedModel, modeling_utils
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 
 from dspark.modeling_dspark import DSparkConfig, DSparkModel
@@ -176,43 +178,51 @@ class World:
             timeout=300,
         )
         assert done.returncode == 0, done.stderr
-        return {**json.loads((home / "result.json").read_text()), "stderr": done.stderr, "home": home}
+        return json.loads((home / "result.json").read_text())
 
-    # Scenarios, each run once in an interpreter of its own.
-    @functools.cache
-    def folder(self, host: str) -> dict:
-        """What one does with a drafter loaded from a folder that the installed package saved."""
-        steps = ["isolation", "load", "load_half", "load_untrusted", "copies", "shim", "resave"]
-        if host == "newest":
-            steps.append("together")
-        saved = {"resaved": self.resaved(host), "inplace": self.resaved(host, "inplace")}
-        return self.run(host, *steps, **saved, cold=self.path / "cold")
-
-    @functools.cache
-    def cached(self, host: str) -> dict:
-        """A repo id in the Hub cache; then the folders that remotely loaded drafters saved."""
-        self.folder(host)
-        folders = [("load", {"drafter": self.resaved(host, how), "as": how}) for how in RESAVED]
-        resave = ("resave", {"drafter": REPO_ID, "resaved": self.resaved(host, "from_hub")})
-        return self.run(host, ("load", {"drafter": REPO_ID}), resave, *folders)
-
-    @functools.cache
-    def switched_off(self, host: str) -> dict:
-        return self.run(host, "switched_off", "shim", hook="0")
-
-    @functools.cache
-    def mixed(self, order: str) -> dict:
-        sources = [
-            ("plain folder", self.drafter, None),
-            ("marked folder", self.marked, None),
-            ("installed", self.drafter, None),
-            ("plain id", REPO_ID, None),
-            ("marked id", REPO_ID, MARKED_REVISION),
-        ]
-        return self.run("newest", "mixed", isolated=False, sources=sources if order == "forward" else sources[::-1])
-
-    def resaved(self, host: str, how: str = "resaved") -> Path:
+    def resaved(self, host: str, how: str) -> Path:
         return self.path / f"{how}-{host}" / FOLDER
+
+
+# The scenarios. Each runs once, in an interpreter of its own, when a test first asks for it.
+
+
+@functools.cache
+def from_folder(world: World, host: str) -> dict:
+    """What one does with a drafter loaded from a folder that the installed package saved."""
+    steps = ["isolation", "load", "load_half", "load_untrusted", "copies", "shim", "resave"]
+    if host == "newest":
+        steps.append("together")
+    saved = {"resaved": world.resaved(host, "resaved"), "inplace": world.resaved(host, "inplace")}
+    return world.run(host, *steps, **saved, cold=world.path / "cold")
+
+
+@functools.cache
+def from_hub(world: World, host: str) -> dict:
+    """A repo id in the Hub cache; then the folders that remotely loaded drafters saved."""
+    from_folder(world, host)
+    folders = [("load", {"drafter": world.resaved(host, how), "as": how}) for how in RESAVED]
+    resave = ("resave", {"drafter": REPO_ID, "resaved": world.resaved(host, "from_hub")})
+    return world.run(host, ("load", {"drafter": REPO_ID}), resave, *folders)
+
+
+@functools.cache
+def switched_off(world: World, host: str) -> dict:
+    return world.run(host, "switched_off", "shim", hook="0")
+
+
+@functools.cache
+def side_by_side(world: World, order: str) -> dict:
+    """The package, and folders and repo ids of two code versions, in one process."""
+    sources = [
+        ("plain folder", world.drafter, None),
+        ("marked folder", world.marked, None),
+        ("installed", world.drafter, None),
+        ("plain id", REPO_ID, None),
+        ("marked id", REPO_ID, MARKED_REVISION),
+    ]
+    sources = sources if order == "forward" else sources[::-1]
+    return world.run("newest", "mixed", isolated=False, sources=sources, saved=world.path / order)
 
 
 @pytest.fixture(scope="module")
@@ -244,46 +254,46 @@ def assert_loaded(world: World, result: dict) -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_child_interpreters_are_bare(world, host):
-    for run in (world.folder(host), world.cached(host), world.switched_off(host)):
+    for run in (from_folder(world, host), from_hub(world, host), switched_off(world, host)):
         assert run["attempts"] == [] and run["imported"] == []
-    imports = found(world.folder(host), "isolation")["imports"]
+    imports = found(from_folder(world, host), "isolation")["imports"]
     assert {name for name, here in imports.items() if here} == {"torch", "transformers"}
 
 
 def test_oldest_host_is_the_oldest_supported(world):
     lowest = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
-    version = found(world.folder("oldest"), "isolation")["transformers"]
+    version = found(from_folder(world, "oldest"), "isolation")["transformers"]
     assert version.split(".")[:2] == lowest.split(".")[:2]
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_saved_folder_loads_and_generates(world, host):
-    assert_loaded(world, found(world.folder(host), "load"))
+    assert_loaded(world, found(from_folder(world, host), "load"))
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_half_precision_folder(world, host):
-    result = found(world.folder(host), "load_half")
+    result = found(from_folder(world, host), "load_half")
     assert result["dtypes"] == ["torch.bfloat16"]
     assert result["drafted"] > 0
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_untrusted_folder_is_refused_as_the_host_does(world, host):
-    message = found(world.folder(host), "load_untrusted")["message"]
+    message = found(from_folder(world, host), "load_untrusted")["message"]
     assert "contains custom code" in message and "trust_remote_code=True" in message
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_repo_id_from_hub_cache(world, host):
-    assert_loaded(world, found(world.cached(host), "load"))
+    assert_loaded(world, found(from_hub(world, host), "load"))
 
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("how", RESAVED)
 def test_resaved_folder(world, host, how):
-    found(world.folder(host), "resave")
-    assert_loaded(world, found(world.cached(host), how))
+    found(from_folder(world, host), "resave")
+    assert_loaded(world, found(from_hub(world, host), how))
     folder = world.resaved(host, how)
     assert_complete_repo(folder)
     before, after = read_config(world.drafter), read_config(folder)
@@ -291,14 +301,14 @@ def test_resaved_folder(world, host, how):
 
 
 def test_folder_saved_on_the_oldest_host_loads_on_the_newest(world):
-    world.folder("oldest")
-    run = world.run("newest", ("load", {"drafter": world.resaved("oldest")}))
+    from_folder(world, "oldest")
+    run = world.run("newest", ("load", {"drafter": world.resaved("oldest", "resaved")}))
     assert_loaded(world, found(run, "load"))
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_copies_generate(world, host):
-    results = found(world.folder(host), "copies")
+    results = found(from_folder(world, host), "copies")
     for name in ("pickled before use", "pickled", "deep copied", "torch.save", "original"):
         assert_same_text(results[name])
         assert results[name]["own"], name
@@ -308,7 +318,7 @@ def test_copies_generate(world, host):
 @pytest.mark.parametrize("hook", ["on", "off"])
 @pytest.mark.parametrize("way", ["shim", "decode_for"])
 def test_other_spellings(world, host, hook, way):
-    result = found(world.folder(host) if hook == "on" else world.switched_off(host), "shim")[way]
+    result = found(from_folder(world, host) if hook == "on" else switched_off(world, host), "shim")[way]
     assert_same_text(result)
     assert result["keywords"] and result["streams"]
     assert result["stopped"] and 20 < result["stopped_after"] < NEW_TOKENS
@@ -317,7 +327,7 @@ def test_other_spellings(world, host, hook, way):
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_off_switch(world, host):
-    result = found(world.switched_off(host), "switched_off")
+    result = found(switched_off(world, host), "switched_off")
     assert result["untouched"]
     assert result["left_on_target"] == []
     for part in ("DSPARK_HOOK", "custom_generate", "decode_for"):
@@ -327,7 +337,7 @@ def test_off_switch(world, host):
 @pytest.mark.parametrize("order", ["forward", "backward"])
 def test_code_versions_side_by_side(world, order):
     """Each drafter runs its own code to the end of its import chain, whichever was loaded first."""
-    result = found(world.mixed(order), "mixed")
+    result = found(side_by_side(world, order), "mixed")
     assert result["one_hook"] and result["hook_depth"] == 1
     assert {name for name, root in result["roots"].items() if root == "dspark"} == {"installed"}
     assert len(result["turns"]) == 2
@@ -336,10 +346,12 @@ def test_code_versions_side_by_side(world, order):
         for name, outcome in turn.items():
             assert_same_text(outcome)
             assert outcome["rests"].get("marked", 0) == (outcome["rounds"] if "marked" in name else 0), name
+    for name in result["roots"]:  # and saves its own
+        assert code_of(world.path / order / name) == code_of(world.marked if "marked" in name else world.drafter)
 
 
 def test_four_processes_at_once(world):
-    result = found(world.folder("newest"), "together")
+    result = found(from_folder(world, "newest"), "together")
     assert result["first"] == len(result["answers"]) == 4
     for answer in result["answers"]:
         assert "lost" not in answer and "failed" not in answer, answer
@@ -361,6 +373,24 @@ def assert_complete_repo(folder: Path) -> None:
 
 def test_saved_folder_is_a_complete_repo(world):
     assert_complete_repo(world.drafter)
+
+
+def test_upload_while_saving_has_the_code(tmp_path, monkeypatch):
+    """`save_pretrained(push_to_hub=True)` uploads from within the host's own method."""
+    uploaded = set()
+
+    class Hub:
+        def create_repo(self, repo_id, **kwargs):
+            return SimpleNamespace(repo_id=repo_id)
+
+    def upload(self, folder, repo_id, timestamps, **kwargs):
+        uploaded.update(path.name for path in Path(folder).iterdir() if path.name not in timestamps)
+
+    monkeypatch.setattr(modeling_utils, "hf_api", Hub, raising=False)
+    monkeypatch.setattr(modeling_utils, "create_repo", Hub().create_repo, raising=False)
+    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+    make_drafter(make_target()).save_pretrained(tmp_path, push_to_hub=True, repo_id=REPO_ID)
+    assert {"config.json", "model.safetensors", "custom_generate", *SHIPPED} <= uploaded
 
 
 def test_one_load_fetches_all_of_decoding(world):

@@ -1,0 +1,169 @@
+"""The way into `generate`: `target.generate(**inputs, assistant_model=drafter)`.
+
+The host chooses a candidate generator by a hard-coded chain, so importing the drafter wraps two methods of
+`GenerationMixin`, once a process. The wrappers know no version: they only ask whether the assistant offers the
+protocol and hand over to its own class, so drafters of different code versions live side by side. `DSPARK_HOOK=0` in
+the environment leaves the host untouched; the official `custom_generate=` route works all the same.
+"""
+
+import functools
+import os
+
+import torch
+from transformers.generation import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers.utils import logging
+
+from .candidate_generator_dspark import DSparkCandidateGenerator
+from .ends_dspark import BlockEnds
+from .statistics_dspark import DSparkStatistics
+
+
+logger = logging.get_logger(__name__)
+
+HOOK_SWITCH = "DSPARK_HOOK"
+HOOK_MARK = "_dspark_hook"
+
+# Written to `custom_generate/generate.py` of every saved drafter.
+CUSTOM_GENERATE = '''"""The official spelling of assisted decoding with the drafter of this repo:
+
+    target.generate(**inputs, assistant_model=drafter, custom_generate=<this repo>, trust_remote_code=True)
+"""
+
+
+def generate(model, assistant_model=None, **kwargs):
+    if not hasattr(assistant_model, "decode_for"):
+        raise ValueError("pass the DSpark drafter of this repo as `assistant_model=`.")
+    return assistant_model.decode_for(model, **kwargs)
+'''
+
+
+def install_hook() -> bool:
+    """Make `generate` understand DSpark drafters; `True` if it does. Idempotent: the first drafter loaded wraps the
+    host for all."""
+    if hook_installed():
+        return True
+    if os.environ.get(HOOK_SWITCH, "1").lower() in ("0", "off", "false", "no"):
+        logger.info(f"{HOOK_SWITCH} is off: decode with `custom_generate=` or `drafter.decode_for(target, ...)`.")
+        return False
+    decode, generator = GenerationMixin._assisted_decoding, GenerationMixin._get_candidate_generator
+
+    @functools.wraps(decode)
+    def _assisted_decoding(self, *args, **kwargs):
+        own = getattr(kwargs.get("assistant_model"), "dspark_assisted_decoding", None)
+        return decode(self, *args, **kwargs) if own is None else own(decode, self, *args, **kwargs)
+
+    @functools.wraps(generator)
+    def _get_candidate_generator(self, *args, **kwargs):
+        own = getattr(kwargs.get("assistant_model"), "dspark_candidate_generator", None)
+        return generator(self, *args, **kwargs) if own is None else own()
+
+    setattr(_assisted_decoding, HOOK_MARK, True)
+    GenerationMixin._assisted_decoding = _assisted_decoding
+    GenerationMixin._get_candidate_generator = _get_candidate_generator
+    logger.info(f"`generate(assistant_model=...)` now takes DSpark drafters; {HOOK_SWITCH}=0 leaves it as it was.")
+    return True
+
+
+def hook_installed() -> bool:
+    return getattr(GenerationMixin._assisted_decoding, HOOK_MARK, False)
+
+
+def assisted_decoding(
+    drafter,
+    original,
+    target,
+    input_ids: torch.LongTensor,
+    logits_processor=None,
+    stopping_criteria=None,
+    generation_config=None,
+    streamer=None,
+    **kwargs,
+):
+    """The host's `_assisted_decoding` with a DSpark drafter: same arguments, same outputs.
+
+    Raises:
+        ValueError: for what assisted decoding cannot do exactly; nothing was generated then.
+    """
+    refuse_unsupported(target, input_ids, logits_processor, kwargs)
+    cache = call_cache(kwargs)
+    generator = DSparkCandidateGenerator(drafter, target, generation_config, logits_processor, kwargs)
+    generator.statistics.keep_log = bool(getattr(generation_config, "dspark_log", False))
+    ends = BlockEnds(stopping_criteria, streamer, cache, input_ids.shape[1], lambda: generator.awaiting_verification)
+    generator.before_draft = ends.release_crop
+    with generator.running(), ends:
+        output = original(
+            target,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=StoppingCriteriaList([ends]),
+            generation_config=generation_config,
+            streamer=None if streamer is None else ends,
+            **{**kwargs, "assistant_model": generator},
+        )
+        output = ends.trim(output)
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    generator.statistics.generated = sequences.shape[1] - input_ids.shape[1]
+    drafter.statistics = generator.statistics
+    return output
+
+
+def call_cache(model_kwargs: dict):
+    """The target's cache of a call: `cache` from transformers 5.24 on, `past_key_values` before."""
+    return model_kwargs.get("cache") if model_kwargs.get("cache") is not None else model_kwargs.get("past_key_values")
+
+
+def refuse_unsupported(target, input_ids, logits_processor, model_kwargs: dict) -> None:
+    """Errors for calls whose result would be wrong, before anything runs."""
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"assisted decoding takes one prompt at a time, this call has a batch size of {input_ids.shape[0]}: "
+            "call `generate` once a prompt, or drop `assistant_model`."
+        )
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"DSpark drafts for decoder-only targets; {type(target).__name__} has an encoder.")
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError("assisted decoding needs a cache: drop `use_cache=False`, or drop `assistant_model`.")
+    cache = call_cache(model_kwargs)
+    if cache is None:
+        raise ValueError(f"assisted decoding needs a cache, and {type(target).__name__} was given none.")
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            f"the cache passed to `generate` already holds {cache.get_seq_length()} tokens, for which the drafter has "
+            "no target features. Pass the whole prompt without `past_key_values`, or drop `assistant_model`."
+        )
+    if any("ClassifierFreeGuidance" in type(p).__name__ for p in logits_processor or ()):
+        raise ValueError(
+            "`guidance_scale` keeps a cache of its own, which cannot follow rejected drafts: drop it, or drop "
+            "`assistant_model`."
+        )
+
+
+def generate_with(drafter, target, **kwargs):
+    """`target.generate(assistant_model=drafter, **kwargs)`; without the hook, through the host's `custom_generate`."""
+    if hook_installed():
+        return target.generate(assistant_model=drafter, **kwargs)
+    # A callable gets neither streamer nor tokenizer from the host, so both are bound here.
+    streamer, tokenizer = kwargs.get("streamer"), kwargs.pop("tokenizer", None)
+    if kwargs.get("stop_strings") is not None:
+        if tokenizer is None:
+            raise ValueError("`stop_strings` needs the `tokenizer`; pass it to `generate` too.")
+        criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=kwargs.pop("stop_strings")))
+        kwargs["stopping_criteria"] = criteria
+
+    def decode(model, input_ids, **inner):
+        return assisted_decoding(drafter, host_loop, model, input_ids, **{**inner, "streamer": streamer})
+
+    return target.generate(custom_generate=decode, **kwargs)
+
+
+def host_loop(target, *args, assistant_model, **kwargs):
+    """The untouched host loop with a given candidate generator."""
+    target._get_candidate_generator = lambda **_: assistant_model
+    try:
+        return GenerationMixin._assisted_decoding(target, *args, assistant_model=assistant_model, **kwargs)
+    finally:
+        del target._get_candidate_generator
+
+
+__all__ = ["CUSTOM_GENERATE", "DSparkStatistics", "assisted_decoding", "generate_with", "install_hook"]
