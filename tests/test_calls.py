@@ -1,12 +1,14 @@
 """Calls that are refused, settings that must not outlive a call, threads, pipelines and wrappers."""
 
 import copy
+import json
 import threading
 
 import pytest
 import torch
 from conftest import VOCAB, config, following, lively_target, make_drafter, make_target, plain, with_lora
 from peft import LoraConfig, get_peft_model
+from same import characters
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, pipeline
 
 from dspark.candidate_generator.cost_table_dspark import cache_argument
@@ -249,12 +251,36 @@ def test_statistics_are_the_threads_own(target, prompt):
     assert "acceptance length" in str(drafter.statistics)
 
 
+def test_the_figures_of_a_full_house(target, prompt):
+    """An oracle and ten full blocks: with the bonus token 8 tokens a round, without it 7."""
+    drafter = following(target, plain(target, prompt, max_new_tokens=81)[0].tolist())
+    assisted(target, prompt, drafter, max_new_tokens=81)
+    statistics = drafter.statistics
+    assert (statistics.rounds, statistics.plain_rounds, statistics.generated) == (10, 0, 81)
+    assert (statistics.drafted, statistics.verified, statistics.accepted) == (70, 70, 70)
+    assert (statistics.acceptance_length, statistics.mean_accepted, statistics.acceptance_rate) == (8.0, 7.0, 1.0)
+    assert statistics.conditional_acceptance == [1.0] * 7 and statistics.lengths == {7: 10}
+    assert json.loads(json.dumps(statistics.as_dict()))["acceptance_length"] == 8.0
+    spent = statistics.draft_seconds + statistics.verify_seconds + statistics.host_seconds
+    assert spent == pytest.approx(statistics.total_seconds) and min(statistics.draft_seconds, spent) > 0
+
+
+def test_the_first_slot_counts(target, prompt):
+    """Acceptance by slot is conditional on the slots before: right, right, wrong counts twice and misses once."""
+    drafter = following(target, plain(target, prompt, max_new_tokens=64)[0].tolist())
+    right = drafter.script
+    drafter.script = lambda position: right(position) if position % 3 else (right(position) + 1) % VOCAB
+    assisted(target, prompt, drafter, max_new_tokens=31)  # rounds at positions 9, 12, .., 36
+    statistics = drafter.statistics
+    assert statistics.conditional_acceptance[:3] == [1.0, 1.0, 0.0]
+    assert statistics.conditional_acceptance[3:] == [None] * 4
+    assert statistics.acceptance_length == 3.0
+
+
 # ---- ways to call
 
 
 def test_pipeline(target, prompt):
-    from test_ends import characters
-
     tokenizer = characters()
     text = tokenizer.decode(prompt[0])
     drafter = make_drafter(target)

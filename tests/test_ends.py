@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 from conftest import VOCAB, config, following, lively_target, make_drafter, plain
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
+from same import characters
+from transformers import TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from dspark.candidate_generator.cost_table_dspark import cache_argument
@@ -95,16 +95,6 @@ def test_a_draft_is_cut_behind_an_eos_never_before_it():
     drafter = drafter_for("llama", "oracle")
     generate(target, prompt, drafter, eos_token_id=text[9 + 4])
     assert drafter.statistics.lengths == {4: 1} and drafter.statistics.accepted == 4
-
-
-@cache
-def characters() -> PreTrainedTokenizerFast:
-    """A tokenizer whose 64 tokens are one character each."""
-    tokens = {chr(0x3F + i): i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -324,3 +314,21 @@ def test_the_returned_cache_is_plain_decodings(family, kind, limit):
         ours.sequences, generation_config=config(max_new_tokens=12), **{cache_argument(target): ours_cache}
     )
     assert more[0].tolist() == text[: length + 12]
+
+
+@pytest.mark.parametrize("kind", ["oracle", "alternating", "never"])
+def test_windowed_layers_stay_bounded(kind):
+    """At most the window and a block, at every round, however long the text."""
+    target, prompt, text = case("mistral")
+    widths = []
+
+    def spy(module, args, kwargs, output):
+        cache = kwargs.get("cache") or kwargs["past_key_values"]
+        widths.append(max(layer.keys.shape[2] for layer in cache.layers))
+
+    handle = target.register_forward_hook(spy, with_kwargs=True)
+    try:
+        generate(target, prompt, drafter_for("mistral", kind), max_new_tokens=54)
+    finally:
+        handle.remove()
+    assert len(widths) > 6 and max(widths) <= target.config.sliding_window + 7 + 1

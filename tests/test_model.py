@@ -293,6 +293,36 @@ def test_reduced_vocabulary_is_the_full_one_restricted(target, kind):
         one.push(token)
 
 
+def test_an_anchor_may_be_a_view(target):
+    """A slice of longer ids has strides of its own."""
+    drafter = make_drafter(target)
+    wide = torch.tensor([[1, 17, 2, 30], [3, 40, 4, 50]])
+    one = DraftChain(drafter, drafter.link(target), wide.T[1:2].T[:1], randn(1, 4, 64), drafter.new_cache())
+    other = DraftChain(drafter, drafter.link(target), torch.tensor([[17]]), randn(1, 4, 64), drafter.new_cache())
+    assert torch.equal(one.logits(), other.logits())
+
+
+def test_confidence_temperatures_of_the_nearest_regime(target, prompt):
+    """They divide the logits of the confidence, slot by slot, and change no draft."""
+    regimes = {"0.0": [2.0, 1.0, 0.5, 1.0, 1.0, 4.0, 1.0], "1.0": [3.0] * 7}
+    drafter = make_drafter(target)
+    assert drafter.confidence_temperatures(0.7) == [1.0] * 7
+    calibrated = make_drafter(target, confidence_temperatures=regimes)
+    assert [calibrated.confidence_temperatures(t) for t in (0.0, 0.3, 0.7, 1.0, 2.0)] == (
+        [regimes["0.0"]] * 2 + [regimes["1.0"]] * 3
+    )
+    logs = []
+    for made in (drafter, calibrated):
+        settings = config(max_new_tokens=16, dspark_schedule="fixed", dspark_log=True)
+        target.generate(prompt, assistant_model=made, generation_config=settings)
+        logs.append(made.statistics.log)
+    for (_, drafts, raw, _), (_, same_drafts, scaled, _) in zip(*logs):
+        assert drafts == same_drafts
+        logits = torch.logit(torch.tensor(raw, dtype=torch.float64))
+        expected = torch.sigmoid(logits / torch.tensor(regimes["0.0"])[: len(raw)])
+        torch.testing.assert_close(torch.tensor(scaled, dtype=torch.float64), expected, **CLOSE)
+
+
 HEADS = {
     "gated": {"markov_head_type": "gated"},
     "rnn": {"markov_head_type": "rnn"},
@@ -317,7 +347,8 @@ def test_every_shape_decodes_saves_and_loads(target, prompt, tmp_path, heads, sc
     before = drafter.statistics
     assert before.drafted > 0
     drafter.save_pretrained(tmp_path)
-    again = DSparkModel.from_pretrained(tmp_path)
+    again = DSparkModel.from_pretrained(tmp_path, attn_implementation="eager")
+    assert again.config._attn_implementation == "eager"
     again.cost_table = drafter.cost_table
     assert torch.equal(target.generate(prompt, assistant_model=again, generation_config=settings), expected)
     assert (again.statistics.accepted, again.statistics.lengths) == (before.accepted, before.lengths)

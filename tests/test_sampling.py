@@ -1,4 +1,4 @@
-"""Sampling with a drafter: what the drafts are drawn from, and that settings and seeds mean what they mean without one.
+"""Sampling with a drafter: what drafts are drawn from, and that settings and seeds mean what they mean without one.
 
 That the output law is the target's is for the tests of the law to show.
 """
