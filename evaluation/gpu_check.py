@@ -55,9 +55,9 @@ SMALLEST = {
 
 
 def make_importable() -> None:
-    """Let `import dspark` find the checkout's folders where the package is not installed."""
+    """Let `import dspark` find this checkout's folders, whatever is installed."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "evaluation"]
-    if importlib.util.find_spec("dspark") is None:
+    if "dspark" not in sys.modules:
         package = types.ModuleType("dspark")
         package.__path__ = [str(ROOT)]
         sys.modules["dspark"] = package

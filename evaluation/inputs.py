@@ -33,7 +33,9 @@ def load_models(args: argparse.Namespace):
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     attention = {"attn_implementation": args.attn} if args.attn else {}
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype, **attention).to(device).eval()

@@ -56,6 +56,8 @@ def assert_same_end(drafter, family="llama", ends_at=None, **kwargs):
     # draft ends the text.
     forwards = 1 + statistics.rounds + statistics.plain_rounds
     assert 0 <= forwards - (statistics.generated - statistics.accepted) <= 1
+    assert sum(statistics.accepted_per_slot) == statistics.accepted
+    assert all(o <= a for o, a in zip(statistics.offered_per_slot[1:], statistics.accepted_per_slot))
     return expected
 
 

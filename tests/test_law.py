@@ -234,10 +234,10 @@ def test_ends_in_mid_block_keep_the_law(name, schedule):
 # What is handed to the verifier.
 
 
-def warped(logits: list[float], kept: list[int], temperature=1.0, top_k=None, top_p=1.0, min_p=0.0) -> list[float]:
+def warped(logits: list[float], kept: list[int], temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> list[float]:
     """The draft law over the target's ids, written out: temperature, top-k, top-p, min-p, in the host's order."""
     heat = {i: math.exp((logit - max(logits)) / temperature) for i, logit in zip(kept, logits)}
-    ranked = sorted(heat, key=heat.get, reverse=True)[:top_k]
+    ranked = sorted(heat, key=heat.get, reverse=True)[: top_k or None]
     total, before, nucleus = sum(heat[i] for i in ranked), 0.0, []
     for i in ranked:
         if before < top_p:
@@ -250,13 +250,13 @@ def warped(logits: list[float], kept: list[int], temperature=1.0, top_k=None, to
 
 KEPT = [0, 2, 3, 5, 8, 9, *range(20, 30), 40, 50, 62, 63]
 WARPERS = {
-    "plain": {"top_k": None},
+    "plain": {"top_k": 0},
     "the host's default top-k": {"top_k": 50},
-    "temperature": {"temperature": 0.7, "top_k": None},
-    "tiny temperature": {"temperature": 1e-4, "top_k": None},
+    "temperature": {"temperature": 0.7, "top_k": 0},
+    "tiny temperature": {"temperature": 1e-4, "top_k": 0},
     "top-k": {"top_k": 5},
-    "top-p": {"top_p": 0.6, "top_k": None},
-    "min-p": {"min_p": 0.2, "top_k": None},
+    "top-p": {"top_p": 0.6, "top_k": 0},
+    "min-p": {"min_p": 0.2, "top_k": 0},
     "all": {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.1},
 }
 

@@ -77,7 +77,9 @@ def test_padded_inputs_embeds_without_ids_are_refused(prompt):
     inputs = {"inputs_embeds": shared().get_input_embeddings()(padded).detach()}
     inputs["attention_mask"] = (torch.arange(12) >= 3).long()[None]
     with pytest.raises(ValueError, match="`inputs_embeds`"):
-        shared().generate(**inputs, assistant_model=following(shared(), text_of()), generation_config=config())
+        shared().generate(
+            **inputs, assistant_model=following(shared(), text_of()), generation_config=config(max_new_tokens=4)
+        )
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "alternating", "random"])
@@ -121,6 +123,27 @@ def test_drafts_stop_at_the_last_position_of_the_target(drafter):
     made = following(target, text, drafter)
     expected = text[: end + 1]
     assert_same(target, prompt, made, None, expected=expected, max_new_tokens=100, eos_token_id=text[end])
+
+
+SWITCHING_ROPES = {
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 24},
+    "dynamic": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("rope", SWITCHING_ROPES)
+@pytest.mark.parametrize("drafter", ["oracle", "alternating", "random"])
+@pytest.mark.parametrize("seed", [4, 5])
+def test_a_rope_that_changes_with_the_length(prompt, rope, drafter, seed):
+    """Where a forward's longest position sets the rotation of all its tokens, no block may reach over the change:
+    behind 24 tokens once and for all with `longrope`, with every token with `dynamic` scaling."""
+    parameters = {"rope_type": rope, "rope_theta": 1e4, **SWITCHING_ROPES[rope]}
+    sizes = {"max_position_embeddings": 24 if rope == "dynamic" else 96, "rope_parameters": parameters}
+    text = plain(make_target("llama", seed, **sizes), prompt, max_new_tokens=60)[0].tolist()
+    target = make_target("llama", seed, **sizes)  # `dynamic` remembers the longest position it has seen
+    made = drafter_for(target, text, drafter)
+    assert_same(target, prompt, made, None, expected=text, max_new_tokens=60)
+    assert made.statistics.rounds > 1
 
 
 # ---- processors that act on the target

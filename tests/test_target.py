@@ -98,6 +98,7 @@ def test_gathered_rows_follow_the_head():
     )
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("make", [make_drafter, reduced])
 def test_lora_on_the_lm_head_counts(make, prompt):
     target = make_target("llama")

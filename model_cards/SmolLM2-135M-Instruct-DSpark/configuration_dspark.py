@@ -94,6 +94,10 @@ class DSparkConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        for key in ("block_size", "num_hidden_layers", "num_target_layers", "vocab_size", "hidden_size"):
+            self._check_positive(key)
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            self._check_positive(key)
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.layer_types is None:
@@ -111,13 +115,16 @@ class DSparkConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self._check()
 
-    def _check(self) -> None:
-        def refuse(key: str, remedy: str):
-            raise ValueError(f"`{key}` of a DSpark config is {getattr(self, key)!r}: {remedy}")
+    def _refuse(self, key: str, remedy: str):
+        raise ValueError(f"`{key}` of a DSpark config is {getattr(self, key)!r}: {remedy}")
 
-        for key in ("block_size", "num_hidden_layers", "num_target_layers", "vocab_size", "hidden_size", "head_dim"):
-            if getattr(self, key) < 1:
-                refuse(key, "give a positive number.")
+    def _check_positive(self, key: str) -> None:
+        if getattr(self, key) < 1:
+            self._refuse(key, "give a positive number.")
+
+    def _check(self) -> None:
+        refuse = self._refuse
+        self._check_positive("head_dim")
         if not self.sample_from_anchor:
             refuse("sample_from_anchor", "only drafters whose anchor slot predicts are supported.")
         if self.markov_rank < 0:
@@ -286,3 +293,12 @@ def normalize_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
     # A reduced draft vocabulary is only ever written without embeddings.
     normalized["own_embeddings"] = config_dict.get("own_embeddings", not config_dict.get("draft_vocab_size"))
     return normalized
+
+
+def model_class():
+    """The class built from this config. Never called: the host finds its cached copy of a local folder's config code
+    by the content of the files this one imports, and its model class by the config's class. Without the import two
+    folders of one name that differ in the model's code alone would share the first one's class."""
+    from .modeling_dspark import DSparkModel
+
+    return DSparkModel

@@ -39,6 +39,7 @@ class BlockEnds(StoppingCriteria):
 
     def __exit__(self, *_) -> None:
         del self.cache.crop
+        self.unverified = None  # leads to the generator and back here: the cache would wait for the collector
 
     def _hold_crop(self, tokens: int) -> None:
         self._crop = tokens

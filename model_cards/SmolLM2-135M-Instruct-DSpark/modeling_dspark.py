@@ -320,6 +320,11 @@ class DSparkModel(DSparkPreTrainedModel):
         if kwargs.get("is_main_process", True):
             write_code_files(Path(save_directory))
 
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        """`save_pretrained(push_to_hub=True)` uploads from within the host's method, so the code is written before."""
+        write_code_files(Path(working_dir))
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
     def __getattr__(self, name: str):
         if name == "generation_config":  # what the host asks an assistant for when the hook is not there
             raise AttributeError(
