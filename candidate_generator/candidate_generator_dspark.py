@@ -53,6 +53,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         config = drafter.config
         kind, threshold, self.cap = read_settings(config, generation_config)
         self.max_length = generation_config.max_length
+        self.reach, self.beyond = position_limit(target.config.get_text_config(decoder=True))
         self.eos_ids = eos_ids(generation_config)
         self.do_sample = bool(generation_config.do_sample)
         self.warpers = [p for p in logits_processor or () if is_stateless_warper(p)] if self.do_sample else []
@@ -104,6 +105,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         candidates, log_q = input_ids, None
         if self._next_position is not None:
             limit = min(self.drafter.config.block_size, self.cap, self.max_length - self._length - 1)
+            if self._next_position < self.reach:
+                limit = min(limit, self.reach - 1 - self._next_position)
+            elif not self.beyond:
+                limit = 0
             why = self._why_not(limit)
             if why is None:
                 self._watch.start()
@@ -239,12 +244,23 @@ class DSparkCandidateGenerator(CandidateGenerator):
         accepted = 0
         while accepted < min(len(new), len(self._drafts)) and new[accepted] == self._drafts[accepted]:
             accepted += 1
+        self._outcome = accepted, emitted
         self.statistics.record_round(len(self._drafts), accepted)
         self.rates.record(len(self._drafts), accepted)
         if self.statistics.keep_log:
             self.statistics.log[-1][-1] = accepted
         if self.rest is not None:
             self.rest.record(len(self._drafts), accepted, self._context)
+
+    def cut(self, overrun: int) -> None:
+        """Accepted drafts among the last `overrun` tokens of the last round are not in the text: uncount them."""
+        if not (overrun and self._drafted_round):
+            return
+        accepted, emitted = self._outcome
+        kept = min(accepted, emitted - overrun)
+        self.statistics.uncount(kept, accepted, len(self._drafts))
+        if self.statistics.keep_log:
+            self.statistics.log[-1][-1] = kept
 
     def _keep_features(self, features: torch.Tensor, emitted: int) -> None:
         """Queue the features of committed positions: the prompt's, later the old anchor's and accepted drafts'."""
@@ -304,6 +320,24 @@ def read_settings(config, generation_config) -> tuple[str, float, int]:
     if cap is not None and cap < 0:
         raise ValueError(f"`num_assistant_tokens` is {cap}: give the most drafts a round may verify, 0 for none.")
     return kind, float(threshold), config.block_size if cap is None else int(cap)
+
+
+def position_limit(text_config) -> tuple[float, bool]:
+    """First position that no block may reach from before it, and whether drafting goes on behind it.
+
+    Learned positions end there. With `longrope` every forward that reaches it rotates by other factors, with
+    `dynamic` scaling every forward behind it by factors of its own longest position: a block that did would compute
+    its earlier tokens otherwise than plain decoding.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope  # some families nest one entry per layer type
+    kind = rope.get("rope_type", "default")
+    longest = getattr(text_config, "max_position_embeddings", None) or float("inf")
+    if kind == "longrope":
+        return rope.get("original_max_position_embeddings", longest), True
+    if kind == "dynamic" or not rope:
+        return longest, False
+    return float("inf"), True
 
 
 def eos_ids(generation_config) -> frozenset[int]:

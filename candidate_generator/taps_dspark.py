@@ -44,7 +44,7 @@ class FeatureTaps:
 
     def _catcher(self, i: int):
         def hook(module, args, output):
-            self._keep(i, output[0] if isinstance(output, tuple) else output)
+            self._keep(i, output[0] if isinstance(output, (tuple, list)) else output)
 
         return hook
 

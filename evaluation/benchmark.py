@@ -219,7 +219,7 @@ def table(result: dict) -> str:
     lines = []
 
     def row(name, value):
-        lines.append(f"{name:<28}{value}")
+        lines.append(f"{name:<30}{value}")
 
     def number(value, form=".2f"):
         return "-" if value is None else format(value, form)

@@ -186,17 +186,23 @@ class DSparkConfig(PreTrainedConfig):
             kwargs: any other key of this class, given precedence over what the target suggests.
         """
         text = target_config.get_text_config(decoder=True)
+        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+            if not isinstance(shape_value(text, key), int):
+                raise ValueError(
+                    f"`target_config` ({type(text).__name__}) has no `{key}`: DSpark drafts for attention decoders."
+                )
         size = text.hidden_size
         heads = text.num_attention_heads
+        key_value_heads = shape_value(text, "num_key_value_heads", heads)
         values = {
             "vocab_size": text.vocab_size,
             "hidden_size": size,
-            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * size,
+            "intermediate_size": shape_value(text, "intermediate_size", 4 * size),
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(text, "head_dim", None) or size // heads,
-            "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 32768,
-            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
+            "num_key_value_heads": heads if heads % key_value_heads else key_value_heads,
+            "head_dim": shape_value(text, "head_dim", size // heads),
+            "max_position_embeddings": shape_value(text, "max_position_embeddings", 32768),
+            "rms_norm_eps": shape_value(text, "rms_norm_eps", 1e-6),
             "rope_parameters": portable_rope_parameters(text),
             "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
             "logit_scale": output_logit_scale(text),
@@ -209,6 +215,17 @@ class DSparkConfig(PreTrainedConfig):
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             values[key] = getattr(target_config, key, None)
         return cls(num_hidden_layers=num_hidden_layers, block_size=block_size, **{**values, **kwargs})
+
+
+def shape_value(text_config: PreTrainedConfig, key: str, default=None):
+    """A number of a target's config; of one that differs from layer to layer, the largest or else the default."""
+    try:
+        value = getattr(text_config, key, None)
+    except Exception:  # hosts refuse to name one value for a key that layers override, each release in its own way
+        return default
+    if isinstance(value, (list, tuple)):
+        value = max(value, default=None)
+    return value or default
 
 
 def default_target_layer_ids(num_layers: int) -> list[int]:

@@ -113,7 +113,14 @@ def check_fit(config, target: nn.Module) -> None:
                 f"`assistant_model` does not fit the target: its `{key}` is {ours}, the target has {target_value} "
                 f"({names}). Use a drafter trained for this target."
             )
-    rows = target.get_input_embeddings().weight.shape[0]
+    embedding = target.get_input_embeddings()
+    width = getattr(embedding, "embedding_dim", config.hidden_size)
+    if width != config.hidden_size:
+        raise ValueError(
+            f"the target's embedding is {width} wide and its layers {config.hidden_size} ({names}): a drafter shares "
+            "embedding and LM head with its target, which takes targets where the two are equal."
+        )
+    rows = embedding.weight.shape[0]
     if config.mask_token_id >= rows:
         raise ValueError(
             f"`mask_token_id` {config.mask_token_id} is not a row of the target's embedding, which has {rows} "

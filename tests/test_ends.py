@@ -10,6 +10,7 @@ from same import characters
 from transformers import TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
+from dspark.candidate_generator import DSparkCandidateGenerator
 from dspark.candidate_generator.cost_table_dspark import cache_argument
 
 
@@ -91,12 +92,17 @@ def test_no_eos_at_all():
     assert len(assert_same_end(drafter_for("llama", "oracle"), eos_token_id=None)) == 9 + NEW
 
 
-def test_a_draft_is_cut_behind_an_eos_never_before_it():
-    """What would follow is not verified, and the EOS is, so that a right one ends the call in this round."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_draft_is_cut_behind_an_eos_never_before_it(monkeypatch, whole):
+    """What would follow is not verified, and the EOS is, so that a right one ends the call in this round. Slot by slot
+    as on a CPU, and in whole blocks as on an accelerator."""
+    switch = property(lambda self: whole, lambda self, value: None)
+    monkeypatch.setattr(DSparkCandidateGenerator, "whole_block", switch, raising=False)
     target, prompt, text = case("llama")
     drafter = drafter_for("llama", "oracle")
     generate(target, prompt, drafter, eos_token_id=text[9 + 4])
     assert drafter.statistics.lengths == {4: 1} and drafter.statistics.accepted == 4
+    assert drafter.statistics.drafted == (7 if whole else 4)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

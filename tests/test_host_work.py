@@ -26,9 +26,7 @@ def milliseconds_a_round(target, drafter, prompt, **settings) -> float:
     for owner, name in parts:
         setattr(owner, name, timed(getattr(owner, name)))
     try:
-        target.generate(
-            prompt, assistant_model=drafter, generation_config=config(dspark_schedule="fixed", **settings)
-        )
+        target.generate(prompt, assistant_model=drafter, generation_config=config(dspark_schedule="fixed", **settings))
     finally:
         for owner, name in parts:
             delattr(owner, name)

@@ -27,6 +27,16 @@ def test_left_padding(prompt, family, drafter, padding):
     assert out[0, padding:].tolist() == text[: 9 + NEW]
 
 
+@pytest.mark.parametrize("drafter", ["oracle", "alternating"])
+def test_left_padding_of_a_target_that_takes_no_positions(prompt, drafter):
+    """BLOOM's forward has none (ALiBi): they follow from the mask alone."""
+    target = make_target("bloom", seed=3, num_key_value_heads=None)
+    text = plain(target, prompt, max_new_tokens=64)[0].tolist()
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), prompt], dim=1)
+    mask = (torch.arange(14) >= 5).long()[None]
+    assert_same(target, padded, drafter_for(target, text, drafter), drafter, attention_mask=mask)
+
+
 def test_padding_is_no_context(prompt):
     """The same drafts with padding as without: a real drafter sees neither the pads nor their positions."""
     logs = []
