@@ -5,6 +5,7 @@ A round, for `k = 1..G`: the confidence `c_k` from `(h_k, x_{k-1})`; the schedul
 device and the result read once.
 """
 
+import threading
 import time
 from contextlib import contextmanager
 
@@ -50,6 +51,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def __init__(self, drafter, target, generation_config, logits_processor=None, model_kwargs=None):
         self.drafter, self.target = drafter, target
         self.link = drafter.link(target)
+        self.link.refresh()
         config = drafter.config
         kind, threshold, self.cap = read_settings(config, generation_config)
         self.max_length = generation_config.max_length
@@ -118,6 +120,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 self.statistics.rests[why] += 1
                 self.statistics.plain_rounds += 1
         self.awaiting_verification = True
+        self.taps.clear()  # a criterion may have run the target
         self._watch.before_verification()
         return candidates, log_q
 
@@ -143,7 +146,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
         draw = self._draw_whole_block if self.whole_block else self._draw_slot_by_slot
         tokens, laws, confidences, drawn = draw(chain, limit)
-        self.scheduler.end_round(confidences[: len(tokens) + 1])
+        # Behind a drafted EOS no slot is examined.
+        examined = len(tokens) + (not tokens or tokens[-1] not in self.eos_ids)
+        self.scheduler.end_round(confidences[:examined])
         self._drafts = tokens
         statistics.drafted += drawn
         statistics.verified += len(tokens)
@@ -311,13 +316,14 @@ def read_settings(config, generation_config) -> tuple[str, float, int]:
         asked = threshold is not None or confidence_threshold is not None
         kind = "threshold" if asked else config.schedule
     if kind not in ("throughput", "fixed", "threshold"):
-        raise ValueError(f"`dspark_schedule` is {kind!r}: choose 'throughput', 'fixed' or 'threshold'.")
+        where = "`dspark_schedule`" if given("dspark_schedule") is not None else "`schedule` of the drafter's config"
+        raise ValueError(f"{where} is {kind!r}: choose 'throughput', 'fixed' or 'threshold'.")
     for value in (confidence_threshold, config.schedule_threshold):
         threshold = value if threshold is None else threshold
-    if not 0 <= threshold <= 1:
+    if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise ValueError(f"`dspark_threshold` is {threshold}: it is compared with a probability, give 0 to 1.")
     cap = given("num_assistant_tokens")
-    if cap is not None and cap < 0:
+    if cap is not None and (not isinstance(cap, int) or cap < 0):
         raise ValueError(f"`num_assistant_tokens` is {cap}: give the most drafts a round may verify, 0 for none.")
     return kind, float(threshold), config.block_size if cap is None else int(cap)
 
@@ -358,6 +364,8 @@ def prompt_layout(model_kwargs: dict) -> tuple[torch.Tensor | None, torch.Tensor
     """Mask and positions of the prompt, `[1, S]` each, where the call has them."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    if mask is not None and not mask.any():
+        raise ValueError("`attention_mask` masks the whole prompt: nothing is left to continue.")
     if positions is not None and positions.dim() == 3:  # multimodal rope: text positions come first
         positions = positions[0]
     if positions is None and mask is not None:
@@ -378,11 +386,20 @@ class Stopwatch:
 
     def __enter__(self) -> "Stopwatch":
         if not self._cuda:
+            self._thread, self._started = threading.get_ident(), self._now()
             self._handles = [
-                self._target.register_forward_pre_hook(lambda *_: self.start()),
-                self._target.register_forward_hook(lambda *_: self._forward.append((self._started, self._now()))),
+                self._target.register_forward_pre_hook(self._forward_begins),
+                self._target.register_forward_hook(self._forward_ends),
             ]
         return self
+
+    def _forward_begins(self, *_) -> None:
+        if threading.get_ident() == self._thread:
+            self.start()
+
+    def _forward_ends(self, *_) -> None:
+        if threading.get_ident() == self._thread:
+            self._forward.append((self._started, self._now()))
 
     def __exit__(self, *_) -> None:
         for handle in self._handles:

@@ -7,6 +7,7 @@ and verification apart: `SPS(B) = 1 / (T_draft + T_verify(B, context))`. A table
 import hashlib
 import inspect
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -42,16 +43,19 @@ class CostTable:
     """
 
     def __init__(self, verify: dict[int, dict[int, float]], draft: dict[int, float], key: dict | None = None):
-        self.verify = {int(c): {int(b): float(s) for b, s in row.items()} for c, row in sorted(verify.items())}
-        self.draft = {int(c): float(s) for c, s in sorted(draft.items())}
+        rows = {int(c): {int(b): float(s) for b, s in row.items()} for c, row in verify.items()}
+        self.verify = {c: dict(sorted(rows[c].items())) for c in sorted(rows)}  # by number: JSON's keys are strings
+        self.draft = dict(sorted((int(c), float(s)) for c, s in draft.items()))
         self.key = key or {}
         for context, row in self.verify.items():
             if 1 not in row:
                 raise ValueError(f"`verify` at context {context} has no cost for 1 token, which plain decoding costs.")
         seconds = [s for row in self.verify.values() for s in row.values()]
-        if not seconds or min(seconds) <= 0 or not self.draft or min(self.draft.values()) < 0:
+        drafts = list(self.draft.values())
+        fine = all(0 < s < math.inf for s in seconds) and all(0 <= s < math.inf for s in drafts)  # NaN is not
+        if not (seconds and drafts and fine):
             raise ValueError(
-                "costs are seconds: `verify` needs positive ones, `draft` at least one that is not negative."
+                "costs are seconds: `verify` needs positive finite ones, `draft` finite ones, not negative."
             )
         self._rows = [(context, _monotone(sorted(row.items()))) for context, row in self.verify.items()]
         self._draft_points = list(self.draft.items())
@@ -63,7 +67,14 @@ class CostTable:
 
     def verify_seconds(self, tokens: int, context: int = 0) -> float:
         """Seconds of one target forward over `tokens` tokens behind `context` cached ones (`T_verify`)."""
-        return _interpolate([(at, _interpolate(points, tokens)) for at, points in self._rows], context)
+        last = self._rows[-1][0]
+        seconds = _interpolate([(at, _interpolate(points, tokens)) for at, points in self._rows], min(context, last))
+        if context > last:
+            # What grows with the context is reading the cache, alike for every width; slopes of their own would soon
+            # make a wide forward cheaper than a narrow one.
+            one = [(at, points[0][1]) for at, points in self._rows]
+            seconds += _interpolate(one, context) - one[-1][1]
+        return seconds
 
     def draft_seconds(self, context: int = 0) -> float:
         """Seconds of drafting one block behind `context` tokens (`T_draft`)."""
@@ -74,9 +85,14 @@ class CostTable:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"key": self.key, "verify": self.verify, "draft": self.draft}, indent=1)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(content)
-        os.replace(file.name, path)
+        file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8")
+        try:
+            with file:
+                file.write(content)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "CostTable":
@@ -88,7 +104,7 @@ class CostTable:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(content["verify"], content["draft"], content["key"])
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a cost table ({error!r}); delete it or profile again.") from error
 
     def __str__(self) -> str:
@@ -165,6 +181,11 @@ def cost_table_for(drafter, target) -> CostTable:
     """The table decoding schedules with: `drafter.cost_table`, else the one kept for this machine, else a new profile
     (at most `PROFILE_SECONDS`), which is kept."""
     if drafter.cost_table is not None:
+        if not hasattr(drafter.cost_table, "verify_seconds"):
+            raise TypeError(
+                f"`drafter.cost_table` is a {type(drafter.cost_table).__name__}: give a CostTable "
+                "(`CostTable.load(path)` reads one), or None to let decoding measure it."
+            )
         return drafter.cost_table
     key = table_key(drafter, target)
     path = table_path(key)
@@ -257,7 +278,8 @@ def _time_draft(drafter, link, context: int, deadline: float) -> float:
         started = time.perf_counter()
         chain = DraftChain(drafter, link, anchor, features, cache)
         for _ in range(drafter.config.block_size):
-            chain.confidence_logit()
+            if drafter.confidence_head is not None:
+                chain.confidence_logit()
             chain.push(chain.logits().argmax(dim=-1))
         _synchronize(device)
         samples.append(time.perf_counter() - started)

@@ -138,7 +138,10 @@ def refuse_unsupported(target, input_ids, logits_processor, model_kwargs: dict) 
     if target.config.is_encoder_decoder:
         raise ValueError(f"DSpark drafts for decoder-only targets; {type(target).__name__} has an encoder.")
     if not model_kwargs.get("use_cache", True):
-        raise ValueError("assisted decoding needs a cache: drop `use_cache=False`, or drop `assistant_model`.")
+        raise ValueError(
+            "assisted decoding needs a cache, and `use_cache` is False here or in the target's generation config: "
+            "pass `use_cache=True`, or drop `assistant_model`."
+        )
     cache = call_cache(model_kwargs)
     if cache is None:
         raise ValueError(f"assisted decoding needs a cache, and {type(target).__name__} was given none.")

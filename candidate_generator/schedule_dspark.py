@@ -47,7 +47,7 @@ class PrefixScheduler:
         self.kind = kind
         self.block_size = block_size
         self.cost_table = cost_table
-        self.threshold = threshold
+        self.threshold = torch.tensor(threshold, dtype=torch.float32).item()  # as the confidences it is compared with
         self.bridging = bridging
         self._sums = [0.0] * block_size
         self._counts = [0] * block_size

@@ -104,7 +104,7 @@ class DSparkStatistics:
 
     def __str__(self) -> str:
         def row(name, value):
-            return f"{name:<26}{value}"
+            return f"{name:<28}{value}"
 
         per_slot = " ".join("   -" if a is None else f"{a:.2f}" for a in self.conditional_acceptance)
         rests = ", ".join(f"{count} {why}" for why, count in self.rests.items())

@@ -24,7 +24,7 @@ class FeatureTaps:
         self.device, self.dtype = device, dtype
         self._thread = threading.get_ident()
         self._handles: list = []
-        self._caught: dict[int, list[torch.Tensor]] = {i: [] for i in layer_ids}
+        self._caught: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> "FeatureTaps":
         for i in self.layer_ids:
@@ -39,8 +39,7 @@ class FeatureTaps:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for caught in self._caught.values():
-            caught.clear()
+        self._caught.clear()
 
     def _catcher(self, i: int):
         def hook(module, args, output):
@@ -48,27 +47,40 @@ class FeatureTaps:
 
         return hook
 
-    def _catch_input(self, module, args, kwargs) -> None:
-        self._keep(-1, args[0] if args else kwargs["hidden_states"])
+    def _catch_input(self, module, args, kwargs=None) -> None:
+        self._keep(-1, args[0] if args else (kwargs or {}).get("hidden_states"))
 
-    def _keep(self, i: int, states: torch.Tensor) -> None:
-        if threading.get_ident() == self._thread:
-            self._caught[i].append(states.detach().to(device=self.device, dtype=self.dtype))
+    def _keep(self, i: int, states: torch.Tensor | None) -> None:
+        # Another thread may be in a forward of its own; a processor of this call may run the target once more.
+        if threading.get_ident() != self._thread or i in self._caught:
+            return
+        if states is None or states.dim() != 3:
+            what = "nothing" if states is None else f"a tensor of shape {tuple(states.shape)}"
+            raise ValueError(f"tapped layer {i} of the target hands over {what}, not hidden states [B, S, H].")
+        self._caught[i] = states.detach().to(device=self.device, dtype=self.dtype)
+
+    def clear(self) -> None:
+        """Forget what was caught; the next forward counts."""
+        self._caught.clear()
 
     def take(self) -> torch.Tensor:
-        """Features `[B, S, T * H]` of the positions forwarded since the last call, in the order of `layer_ids`.
+        """Features `[B, S, T * H]` of the first forward since `clear` or the last call, in the order of `layer_ids`.
 
         Raises:
-            RuntimeError: when the target ran but its hooks did not.
+            RuntimeError: when the target ran but its hooks did not, or not over the same positions.
         """
-        if not all(self._caught.values()):
+        if len(self._caught) != len(self.layer_ids):
             raise RuntimeError(
                 "the target ran, but the forward hooks on its tapped layers did not: it was compiled before this "
                 "call (torch.compile does not look for hooks set later). Decode once with the drafter before "
                 "compiling, compile with `torch._dynamo.config.skip_nnmodule_hook_guards = False`, or use the "
                 "uncompiled model."
             )
-        features = torch.cat([torch.cat(self._caught[i], dim=1) for i in self.layer_ids], dim=-1)
-        for caught in self._caught.values():
-            caught.clear()
-        return features
+        features = [self._caught[i] for i in self.layer_ids]
+        self._caught.clear()
+        if len({f.shape[1] for f in features}) > 1:
+            raise RuntimeError(
+                "the tapped layers ran over different numbers of positions: some of this target's layers skip part "
+                "of the prompt (shared keys and values). Use a drafter that taps the layers before those."
+            )
+        return torch.cat(features, dim=-1)

@@ -312,6 +312,22 @@ class DSparkModel(DSparkPreTrainedModel):
         """`target.generate(assistant_model=self, **kwargs)`, also where the hook is switched off."""
         return generate_with(self, target, **kwargs)
 
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
+        """The host's method, for DSpark repos and for DeepSpec's Qwen3-style files.
+
+        Raises:
+            ValueError: when tensors are missing or of another shape; the host would fill them with random numbers.
+        """
+        drafter, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        if missing:
+            raise ValueError(
+                f"the checkpoint does not hold this drafter: {len(missing)} tensors are missing or of another shape, "
+                f"among them {missing[:5]}. It is incomplete, or its config is another checkpoint's."
+            )
+        return (drafter, info) if output_loading_info else drafter
+
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs):
         """Write a complete Hub repo: weights, config, all code files and the `custom_generate` shim, flat, so that the
         folder loads with `AutoModel.from_pretrained(..., trust_remote_code=True)` and nothing else installed."""

@@ -61,7 +61,7 @@ def test_classifier_free_guidance_is_refused(target, prompt, forwards):
 
 
 def test_use_cache_false_is_refused(target, prompt, forwards):
-    with pytest.raises(ValueError, match="use_cache=False"):
+    with pytest.raises(ValueError, match="use_cache"):
         assisted(target, prompt, make_drafter(target), use_cache=False)
     assert not forwards
 

@@ -282,7 +282,7 @@ def hooks(target) -> int:
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_taps_are_the_classic_hidden_states(kind, prompt):
-    """Id i is `hidden_states[i + 1]`, -1 the embeddings; two forwards between two looks join along the sequence."""
+    """Id i is `hidden_states[i + 1]`, -1 the embeddings; of two forwards between two looks the first counts."""
     target = make_target(kind)
     ids = [-1, 0, 2]
     with torch.no_grad():
@@ -293,8 +293,8 @@ def test_taps_are_the_classic_hidden_states(kind, prompt):
         expected = torch.cat([states[i + 1] for i in ids], dim=-1)
         assert torch.equal(taps.take(), expected)
         target(prompt)
-        target(prompt)
-        assert torch.equal(taps.take(), torch.cat([expected, expected], dim=1))
+        target(prompt[:, :3])
+        assert torch.allclose(taps.take(), expected, atol=1e-5)
     assert hooks(target) == before
 
 

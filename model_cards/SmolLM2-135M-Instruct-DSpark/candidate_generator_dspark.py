@@ -5,6 +5,7 @@ A round, for `k = 1..G`: the confidence `c_k` from `(h_k, x_{k-1})`; the schedul
 device and the result read once.
 """
 
+import threading
 import time
 from contextlib import contextmanager
 
@@ -50,9 +51,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def __init__(self, drafter, target, generation_config, logits_processor=None, model_kwargs=None):
         self.drafter, self.target = drafter, target
         self.link = drafter.link(target)
+        self.link.refresh()
         config = drafter.config
         kind, threshold, self.cap = read_settings(config, generation_config)
         self.max_length = generation_config.max_length
+        self.reach, self.beyond = position_limit(target.config.get_text_config(decoder=True))
         self.eos_ids = eos_ids(generation_config)
         self.do_sample = bool(generation_config.do_sample)
         self.warpers = [p for p in logits_processor or () if is_stateless_warper(p)] if self.do_sample else []
@@ -104,6 +107,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         candidates, log_q = input_ids, None
         if self._next_position is not None:
             limit = min(self.drafter.config.block_size, self.cap, self.max_length - self._length - 1)
+            if self._next_position < self.reach:
+                limit = min(limit, self.reach - 1 - self._next_position)
+            elif not self.beyond:
+                limit = 0
             why = self._why_not(limit)
             if why is None:
                 self._watch.start()
@@ -113,6 +120,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 self.statistics.rests[why] += 1
                 self.statistics.plain_rounds += 1
         self.awaiting_verification = True
+        self.taps.clear()  # a criterion may have run the target
         self._watch.before_verification()
         return candidates, log_q
 
@@ -138,7 +146,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
         draw = self._draw_whole_block if self.whole_block else self._draw_slot_by_slot
         tokens, laws, confidences, drawn = draw(chain, limit)
-        self.scheduler.end_round(confidences[: len(tokens) + 1])
+        # Behind a drafted EOS no slot is examined.
+        examined = len(tokens) + (not tokens or tokens[-1] not in self.eos_ids)
+        self.scheduler.end_round(confidences[:examined])
         self._drafts = tokens
         statistics.drafted += drawn
         statistics.verified += len(tokens)
@@ -239,12 +249,23 @@ class DSparkCandidateGenerator(CandidateGenerator):
         accepted = 0
         while accepted < min(len(new), len(self._drafts)) and new[accepted] == self._drafts[accepted]:
             accepted += 1
+        self._outcome = accepted, emitted
         self.statistics.record_round(len(self._drafts), accepted)
         self.rates.record(len(self._drafts), accepted)
         if self.statistics.keep_log:
             self.statistics.log[-1][-1] = accepted
         if self.rest is not None:
             self.rest.record(len(self._drafts), accepted, self._context)
+
+    def cut(self, overrun: int) -> None:
+        """Accepted drafts among the last `overrun` tokens of the last round are not in the text: uncount them."""
+        if not (overrun and self._drafted_round):
+            return
+        accepted, emitted = self._outcome
+        kept = min(accepted, emitted - overrun)
+        self.statistics.uncount(kept, accepted, len(self._drafts))
+        if self.statistics.keep_log:
+            self.statistics.log[-1][-1] = kept
 
     def _keep_features(self, features: torch.Tensor, emitted: int) -> None:
         """Queue the features of committed positions: the prompt's, later the old anchor's and accepted drafts'."""
@@ -295,15 +316,34 @@ def read_settings(config, generation_config) -> tuple[str, float, int]:
         asked = threshold is not None or confidence_threshold is not None
         kind = "threshold" if asked else config.schedule
     if kind not in ("throughput", "fixed", "threshold"):
-        raise ValueError(f"`dspark_schedule` is {kind!r}: choose 'throughput', 'fixed' or 'threshold'.")
+        where = "`dspark_schedule`" if given("dspark_schedule") is not None else "`schedule` of the drafter's config"
+        raise ValueError(f"{where} is {kind!r}: choose 'throughput', 'fixed' or 'threshold'.")
     for value in (confidence_threshold, config.schedule_threshold):
         threshold = value if threshold is None else threshold
-    if not 0 <= threshold <= 1:
+    if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise ValueError(f"`dspark_threshold` is {threshold}: it is compared with a probability, give 0 to 1.")
     cap = given("num_assistant_tokens")
-    if cap is not None and cap < 0:
+    if cap is not None and (not isinstance(cap, int) or cap < 0):
         raise ValueError(f"`num_assistant_tokens` is {cap}: give the most drafts a round may verify, 0 for none.")
     return kind, float(threshold), config.block_size if cap is None else int(cap)
+
+
+def position_limit(text_config) -> tuple[float, bool]:
+    """First position that no block may reach from before it, and whether drafting goes on behind it.
+
+    Learned positions end there. With `longrope` every forward that reaches it rotates by other factors, with
+    `dynamic` scaling every forward behind it by factors of its own longest position: a block that did would compute
+    its earlier tokens otherwise than plain decoding.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope  # some families nest one entry per layer type
+    kind = rope.get("rope_type", "default")
+    longest = getattr(text_config, "max_position_embeddings", None) or float("inf")
+    if kind == "longrope":
+        return rope.get("original_max_position_embeddings", longest), True
+    if kind == "dynamic" or not rope:
+        return longest, False
+    return float("inf"), True
 
 
 def eos_ids(generation_config) -> frozenset[int]:
@@ -324,6 +364,8 @@ def prompt_layout(model_kwargs: dict) -> tuple[torch.Tensor | None, torch.Tensor
     """Mask and positions of the prompt, `[1, S]` each, where the call has them."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    if mask is not None and not mask.any():
+        raise ValueError("`attention_mask` masks the whole prompt: nothing is left to continue.")
     if positions is not None and positions.dim() == 3:  # multimodal rope: text positions come first
         positions = positions[0]
     if positions is None and mask is not None:
@@ -344,11 +386,20 @@ class Stopwatch:
 
     def __enter__(self) -> "Stopwatch":
         if not self._cuda:
+            self._thread, self._started = threading.get_ident(), self._now()
             self._handles = [
-                self._target.register_forward_pre_hook(lambda *_: self.start()),
-                self._target.register_forward_hook(lambda *_: self._forward.append((self._started, self._now()))),
+                self._target.register_forward_pre_hook(self._forward_begins),
+                self._target.register_forward_hook(self._forward_ends),
             ]
         return self
+
+    def _forward_begins(self, *_) -> None:
+        if threading.get_ident() == self._thread:
+            self.start()
+
+    def _forward_ends(self, *_) -> None:
+        if threading.get_ident() == self._thread:
+            self._forward.append((self._started, self._now()))
 
     def __exit__(self, *_) -> None:
         for handle in self._handles:

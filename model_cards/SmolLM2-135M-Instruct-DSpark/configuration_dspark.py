@@ -119,8 +119,9 @@ class DSparkConfig(PreTrainedConfig):
         raise ValueError(f"`{key}` of a DSpark config is {getattr(self, key)!r}: {remedy}")
 
     def _check_positive(self, key: str) -> None:
-        if getattr(self, key) < 1:
-            self._refuse(key, "give a positive number.")
+        value = getattr(self, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self._refuse(key, "give a positive whole number.")
 
     def _check(self) -> None:
         refuse = self._refuse
@@ -148,12 +149,22 @@ class DSparkConfig(PreTrainedConfig):
                 f"ids run from -1 (the embeddings) to {self.num_target_layers - 2}; the last layer of the target "
                 f"({self.num_target_layers} layers) cannot be tapped.",
             )
+        if self.head_dim % 2:
+            refuse("head_dim", "rotary position embedding needs an even number.")
+        if set(self.layer_types) - {"full_attention", "sliding_attention"}:
+            refuse("layer_types", "draft layers are 'full_attention' or 'sliding_attention'.")
+        if not 0 <= self.schedule_threshold <= 1:
+            refuse("schedule_threshold", "it is compared with a probability, give 0 to 1.")
         if len(self.layer_types) != self.num_hidden_layers:
             refuse("layer_types", f"give one entry for each of the {self.num_hidden_layers} draft layers.")
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
+        if "sliding_attention" in self.layer_types and (self.sliding_window or 0) < 1:
             refuse("sliding_window", "layer_types has sliding layers, so give the window's width in tokens.")
         for temperature, scales in (self.confidence_temperatures or {}).items():
-            if len(scales) != self.block_size or min(scales) <= 0:
+            if not str(temperature).replace(".", "", 1).isdigit():
+                refuse(
+                    "confidence_temperatures", f"{temperature!r} is no sampling temperature such as '0.0' or '1.0'."
+                )
+            if len(scales) != self.block_size or not all(scale > 0 for scale in scales):
                 refuse("confidence_temperatures", f"{temperature!r} needs {self.block_size} positive numbers.")
 
     @property
@@ -186,22 +197,31 @@ class DSparkConfig(PreTrainedConfig):
             kwargs: any other key of this class, given precedence over what the target suggests.
         """
         text = target_config.get_text_config(decoder=True)
+        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+            if not isinstance(shape_value(text, key), int):
+                raise ValueError(
+                    f"`target_config` ({type(text).__name__}) has no `{key}`: DSpark drafts for attention decoders."
+                )
         size = text.hidden_size
         heads = text.num_attention_heads
+        key_value_heads = shape_value(text, "num_key_value_heads", heads)
         values = {
             "vocab_size": text.vocab_size,
             "hidden_size": size,
-            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * size,
+            "intermediate_size": shape_value(text, "intermediate_size", 4 * size),
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(text, "head_dim", None) or size // heads,
-            "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 32768,
-            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
+            "num_key_value_heads": heads if heads % key_value_heads else key_value_heads,
+            "head_dim": shape_value(text, "head_dim", 2 * max(1, size // heads // 2)),
+            "max_position_embeddings": shape_value(text, "max_position_embeddings", 32768),
+            "rms_norm_eps": shape_value(text, "rms_norm_eps", 1e-6),
             "rope_parameters": portable_rope_parameters(text),
             "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
             "logit_scale": output_logit_scale(text),
             "num_target_layers": text.num_hidden_layers,
-            "target_layer_ids": default_target_layer_ids(text.num_hidden_layers),
+            # Layers that share keys and values may skip the prompt (Gemma 3n, Gemma 4).
+            "target_layer_ids": default_target_layer_ids(
+                text.num_hidden_layers - shape_value(text, "num_kv_shared_layers", 0)
+            ),
             "mask_token_id": find_mask_token_id(tokenizer, text.vocab_size),
             "target_name_or_path": getattr(target_config, "_name_or_path", None) or None,
             "target_revision": getattr(target_config, "_commit_hash", None),
@@ -209,6 +229,17 @@ class DSparkConfig(PreTrainedConfig):
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
             values[key] = getattr(target_config, key, None)
         return cls(num_hidden_layers=num_hidden_layers, block_size=block_size, **{**values, **kwargs})
+
+
+def shape_value(text_config: PreTrainedConfig, key: str, default=None):
+    """A number of a target's config; of one that differs from layer to layer, the largest or else the default."""
+    try:
+        value = getattr(text_config, key, None)
+    except Exception:  # hosts refuse to name one value for a key that layers override, each release in its own way
+        return default
+    if isinstance(value, (list, tuple)):
+        value = max(value, default=None)
+    return value or default
 
 
 def default_target_layer_ids(num_layers: int) -> list[int]:

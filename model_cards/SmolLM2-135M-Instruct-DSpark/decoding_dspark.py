@@ -85,6 +85,7 @@ def assisted_decoding(
         ValueError: for what assisted decoding cannot do exactly; nothing was generated then.
     """
     refuse_unsupported(target, input_ids, logits_processor, kwargs)
+    kwargs = without_full_mask(kwargs, input_ids)
     cache = call_cache(kwargs)
     generator = DSparkCandidateGenerator(drafter, target, generation_config, logits_processor, kwargs)
     generator.statistics.keep_log = bool(getattr(generation_config, "dspark_log", False))
@@ -101,10 +102,25 @@ def assisted_decoding(
             **{**kwargs, "assistant_model": generator},
         )
         output = ends.trim(output)
+        generator.cut(ends.overrun)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
     generator.statistics.generated = sequences.shape[1] - input_ids.shape[1]
     drafter.statistics = generator.statistics
     return output
+
+
+def without_full_mask(model_kwargs: dict, input_ids: torch.LongTensor) -> dict:
+    """The call's arguments without a mask that masks nothing, where `inputs_embeds` came without ids: the host's loop
+    would cut the mask to the length of the ids, and with it the prompt's."""
+    mask = model_kwargs.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] == input_ids.shape[1]:
+        return model_kwargs
+    if not mask.bool().all():
+        raise ValueError(
+            "`inputs_embeds` with padding cannot be drafted for without ids: pass `input_ids` of the same length as "
+            "well, or drop the padding, or drop `assistant_model`."
+        )
+    return {key: value for key, value in model_kwargs.items() if key != "attention_mask"}
 
 
 def call_cache(model_kwargs: dict):
@@ -122,7 +138,10 @@ def refuse_unsupported(target, input_ids, logits_processor, model_kwargs: dict) 
     if target.config.is_encoder_decoder:
         raise ValueError(f"DSpark drafts for decoder-only targets; {type(target).__name__} has an encoder.")
     if not model_kwargs.get("use_cache", True):
-        raise ValueError("assisted decoding needs a cache: drop `use_cache=False`, or drop `assistant_model`.")
+        raise ValueError(
+            "assisted decoding needs a cache, and `use_cache` is False here or in the target's generation config: "
+            "pass `use_cache=True`, or drop `assistant_model`."
+        )
     cache = call_cache(model_kwargs)
     if cache is None:
         raise ValueError(f"assisted decoding needs a cache, and {type(target).__name__} was given none.")

@@ -35,10 +35,16 @@ class BlockEnds(StoppingCriteria):
     def __enter__(self) -> "BlockEnds":
         self._host_crop = self.cache.crop
         self.cache.crop = self._hold_crop
+        self._recorded = [getattr(layer, "record_past", False) for layer in self.cache.layers]
         return self
 
     def __exit__(self, *_) -> None:
         del self.cache.crop
+        # The host's loop makes sliding layers keep what a crop may need. Until 5.17 they do so for good, and plain
+        # decoding cannot go on from such a cache.
+        for i, layer in enumerate(self.cache.layers):
+            if hasattr(layer, "record_past"):
+                layer.record_past = self._recorded[i] if i < len(self._recorded) else False
         self.unverified = None  # leads to the generator and back here: the cache would wait for the collector
 
     def _hold_crop(self, tokens: int) -> None:

@@ -84,6 +84,14 @@ class DSparkStatistics:
             self.offered_per_slot[slot] += 1
             self.accepted_per_slot[slot] += slot < accepted
 
+    def uncount(self, kept: int, accepted: int, verified: int) -> None:
+        """Take back what the last round showed of slots behind the end of the call: of its `accepted` drafts only the
+        first `kept` are in the text."""
+        self.accepted -= accepted - kept
+        for slot in range(kept, min(accepted + 1, verified)):
+            self.offered_per_slot[slot] -= 1
+            self.accepted_per_slot[slot] -= slot < accepted
+
     def as_dict(self) -> dict:
         """All figures as JSON values."""
         names = ("schedule", "rounds", "plain_rounds", "drafted", "verified", "accepted", "generated")
@@ -96,7 +104,7 @@ class DSparkStatistics:
 
     def __str__(self) -> str:
         def row(name, value):
-            return f"{name:<26}{value}"
+            return f"{name:<28}{value}"
 
         per_slot = " ".join("   -" if a is None else f"{a:.2f}" for a in self.conditional_acceptance)
         rests = ", ".join(f"{count} {why}" for why, count in self.rests.items())

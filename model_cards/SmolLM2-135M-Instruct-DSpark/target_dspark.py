@@ -28,6 +28,7 @@ class TargetLink:
         self._head_bias: torch.Tensor | None = None
         self._head_key = None
         check_fit(drafter.config, target)
+        check_kept_ids(drafter)
         self.layers = decoder_layers(target)
         warn_if_other_target(drafter.config, target)
 
@@ -63,6 +64,10 @@ class TargetLink:
             cap = self.config.final_logit_softcapping
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def refresh(self) -> None:
+        """Gather the LM head's rows anew: not every way of writing to a weight shows in its version."""
+        self._head_key = None
 
     def _gathered_head(self, head: nn.Linear, drafter: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of a plain LM head for the kept ids, gathered again only when the weight or the kept ids changed."""
@@ -113,7 +118,16 @@ def check_fit(config, target: nn.Module) -> None:
                 f"`assistant_model` does not fit the target: its `{key}` is {ours}, the target has {target_value} "
                 f"({names}). Use a drafter trained for this target."
             )
-    rows = target.get_input_embeddings().weight.shape[0]
+    embedding = target.get_input_embeddings()
+    width = getattr(embedding, "embedding_dim", config.hidden_size)
+    if width != config.hidden_size:
+        raise ValueError(
+            f"the target's embedding is {width} wide and its layers {config.hidden_size} ({names}): a drafter shares "
+            "embedding and LM head with its target, which takes targets where the two are equal."
+        )
+    if getattr(theirs, "sliding_window", None) == 1:
+        raise ValueError(f"a target with `sliding_window` 1 cannot roll its cache back ({names}).")
+    rows = embedding.weight.shape[0]
     if config.mask_token_id >= rows:
         raise ValueError(
             f"`mask_token_id` {config.mask_token_id} is not a row of the target's embedding, which has {rows} "
@@ -121,6 +135,18 @@ def check_fit(config, target: nn.Module) -> None:
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"the target {type(target).__name__} has no LM head; load it with AutoModelForCausalLM.")
+
+
+def check_kept_ids(drafter: nn.Module) -> None:
+    """Refuse a reduced vocabulary that does not name distinct ids: the law of the drafts would not be what it says."""
+    kept = drafter.kept_ids
+    if kept is None:
+        return
+    if kept.min() < 0 or kept.max() >= drafter.config.vocab_size or len(kept.unique()) != len(kept):
+        raise ValueError(
+            "`d2t` of the drafter does not name distinct ids of the target's vocabulary: the checkpoint is damaged, "
+            "or a fresh drafter was not given its ids (target id = draft id + d2t[draft id])."
+        )
 
 
 def decoder_layers(target: nn.Module) -> nn.ModuleList:
