@@ -169,12 +169,16 @@ def _processor() -> str:
     return os.uname().machine if hasattr(os, "uname") else os.environ.get("PROCESSOR_IDENTIFIER", "cpu")
 
 
-def table_path(key: dict) -> Path:
-    """Where the table for a key is kept: `$DSPARK_CACHE`, by default `dspark/` in the Hugging Face home."""
+def cache_folder() -> Path:
+    """`$DSPARK_CACHE`, by default `dspark/` in the Hugging Face home."""
     home = os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
-    folder = Path(os.environ.get("DSPARK_CACHE") or os.path.join(home, "dspark"))
+    return Path(os.environ.get("DSPARK_CACHE") or os.path.join(home, "dspark"))
+
+
+def table_path(key: dict) -> Path:
+    """Where the table for a key is kept."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return folder / f"cost_table_{digest}.json"
+    return cache_folder() / f"cost_table_{digest}.json"
 
 
 def cost_table_for(drafter, target) -> CostTable:
@@ -226,10 +230,10 @@ def profile(drafter, target, seconds: float = PROFILE_SECONDS, contexts: tuple[i
         if verify and prefill * context + 2 * measuring > deadline - time.perf_counter():
             break
         started = time.perf_counter()
-        cache = _prefill(target, context)
+        cache = prefill_cache(target, context)
         prefill = (time.perf_counter() - started) / context
-        verify[context] = _time_forwards(target, cache, context, widths, deadline)
-        draft[context] = _time_draft(drafter, link, context, deadline)
+        verify[context] = time_forwards(target, cache, context, widths, deadline)
+        draft[context] = time_draft(drafter, link, context, deadline)
     return CostTable(verify, draft, table_key(drafter, target))
 
 
@@ -238,7 +242,7 @@ def _ids(target, start: int, stop: int) -> torch.LongTensor:
     return torch.arange(start, stop, device=target.device)[None] % target.config.get_text_config().vocab_size
 
 
-def _prefill(target, context: int):
+def prefill_cache(target, context: int):
     """A cache of `context` tokens that can be cropped."""
     short = {"logits_to_keep": 1} if target._supports_logits_to_keep() else {}
     cache = target(_ids(target, 0, context), use_cache=True, **short)[cache_argument(target)]
@@ -247,7 +251,7 @@ def _prefill(target, context: int):
     return cache
 
 
-def _time_forwards(target, cache, context: int, widths: list[int], deadline: float) -> dict[int, float]:
+def time_forwards(target, cache, context: int, widths: list[int], deadline: float) -> dict[int, float]:
     """Seconds by width: medians over rounds, so that a slow moment of the machine touches all widths alike."""
     name = cache_argument(target)
     samples: dict[int, list[float]] = {}
@@ -265,7 +269,7 @@ def _time_forwards(target, cache, context: int, widths: list[int], deadline: flo
     return {w: statistics.median(s[1:] if w in (1, max(widths)) and len(s) > 1 else s) for w, s in samples.items()}
 
 
-def _time_draft(drafter, link, context: int, deadline: float) -> float:
+def time_draft(drafter, link, context: int, deadline: float) -> float:
     """Seconds of one drafted block, greedy, with one new context token, as a round without acceptance has it."""
     device = drafter.device
     width = len(drafter.config.target_layer_ids) * drafter.config.hidden_size

@@ -72,20 +72,8 @@ def test_helpers():
 
 
 def scripted(helpers, target, prompt, kind: str):
-    """A scripted drafter on the target's device, what it scripts included."""
-    import torch
-
-    drafter = helpers.scripted(target, prompt, kind, tokens=TOKENS + 16).to(target.device, target.dtype)
-    link = drafter.link(target)
-    base_logits, confidence = link.base_logits, drafter.confidence_head
-
-    class Confidence(torch.nn.Module):
-        def forward(self, hidden, embedding):
-            return confidence(hidden, embedding).to(hidden.device)
-
-    link.base_logits = lambda drafter, hidden: base_logits(drafter, hidden).to(hidden.device)
-    drafter.confidence_head = Confidence()
-    return drafter
+    """A scripted drafter on the target's device and in its dtype."""
+    return helpers.scripted(target, prompt, kind, tokens=TOKENS + 16).to(target.device, target.dtype)
 
 
 def logit_gap(target, prompt, settings, position: int, other: int) -> float:
@@ -197,7 +185,7 @@ def shape_costs(shape: dict, device: str, dtype_name: str, deadline: float) -> d
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from dspark.candidate_generator.cost_table_dspark import _prefill, _time_draft, _time_forwards
+    from dspark.candidate_generator.cost_table_dspark import prefill_cache, time_draft, time_forwards
     from dspark.evaluation.benchmark import decode, generation_settings
     from dspark.modeling_dspark import DSparkConfig, DSparkModel
 
@@ -218,9 +206,9 @@ def shape_costs(shape: dict, device: str, dtype_name: str, deadline: float) -> d
     with torch.no_grad():
         for context in (256, 2048):
             until = min(deadline, time.perf_counter() + 30)
-            cache = _prefill(target, context)
-            result["t_verify"][context] = _time_forwards(target, cache, context, list(range(1, 18)), until)
-            result["t_draft"][context] = _time_draft(drafter, drafter.link(target), context, until)
+            cache = prefill_cache(target, context)
+            result["t_verify"][context] = time_forwards(target, cache, context, list(range(1, 18)), until)
+            result["t_draft"][context] = time_draft(drafter, drafter.link(target), context, until)
     inputs = {"input_ids": torch.arange(256, device=device)[None] + 5}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     result["plain_tokens_per_second"] = decode(target, inputs, generation_settings(target, 32)).tokens_per_second

@@ -23,19 +23,14 @@ NAME = "HuggingFaceTB/SmolLM2-135M-Instruct (de-quantised from Q4_1)"
 FOLDER = "smollm2-135m-instruct"
 
 
-def cache_folder() -> Path:
-    """`$DSPARK_CACHE`, by default `dspark/` in the Hugging Face home: where cost tables are kept too."""
-    from dspark.candidate_generator.cost_table_dspark import table_path
-
-    return table_path({}).parent
-
-
 def smollm2(cache: Path | None = None) -> Path:
     """The folder of the converted model, made on first use. Atomic: a folder that exists is complete.
 
     Raises:
         RuntimeError: when the package or the reader of its format cannot be had; says what to do.
     """
+    from dspark.candidate_generator.cost_table_dspark import cache_folder
+
     folder = (cache or cache_folder()) / FOLDER
     if (folder / "config.json").is_file():
         return folder

@@ -9,7 +9,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dspark.candidate_generator import CostTable
@@ -87,7 +86,7 @@ class ScriptedLink(TargetLink):
     """Base logits that name the script's token at every slot."""
 
     def base_logits(self, drafter, hidden):
-        logits = torch.zeros(*hidden.shape[:2], drafter.config.output_vocab_size)
+        logits = torch.zeros(*hidden.shape[:2], drafter.config.output_vocab_size, device=hidden.device)
         for slot, position in enumerate(drafter.block_positions):
             logits[:, slot, drafter.script(position + 1)] = 50.0
         return logits
@@ -112,7 +111,9 @@ class ScriptedDrafter(DSparkModel):
             def forward(self, hidden, embedding):
                 slot = outer.confidence_slot % outer.confidence_slots
                 outer.confidence_slot += 1
-                return torch.logit(torch.tensor([outer.confidence(slot)], dtype=torch.float64)).float()
+                return (
+                    torch.logit(torch.tensor([outer.confidence(slot)], dtype=torch.float64)).float().to(hidden.device)
+                )
 
         self.confidence_head = Confidence()
 
@@ -170,6 +171,8 @@ def following(target, text: list[int], kind: str = "oracle", shift: int = 0, **o
 def with_lora(target, modules: list[str], seed: int = 0):
     """The target with adapters that change what it says, as a `PeftModel`."""
     torch.manual_seed(seed)
+    from peft import LoraConfig, get_peft_model
+
     wrapped = get_peft_model(target, LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
