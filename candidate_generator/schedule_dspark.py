@@ -169,7 +169,7 @@ class RestPolicy:
 
     CREDIT, TRIAL_CREDIT = 2.0, 1.0  # tokens that may be lost at the start of a call, and after a pause
     RESERVE = 6.0  # tokens the balance may grow to
-    LEAST_CHARGE = 0.5  # tokens a round without an accepted draft costs at least
+    LEAST_CHARGE = 0.5  # tokens a round costs at least while no draft was accepted since the start or the last pause
     FIRST_PAUSE, GROWTH, LONGEST_PAUSE = 8, 3, 216  # plain rounds
 
     def __init__(self, cost_table: CostTable):
@@ -177,6 +177,7 @@ class RestPolicy:
         self.balance = self.CREDIT
         self.pause = self.FIRST_PAUSE
         self.resting = 0
+        self.hit = False
 
     def drafts(self) -> bool:
         """Whether the coming round drafts. Call once a round."""
@@ -196,9 +197,10 @@ class RestPolicy:
         plain = self.cost_table.verify_seconds(1, context)
         spent = self.cost_table.draft_seconds(context) + self.cost_table.verify_seconds(1 + verified, context)
         gain = 1 + accepted - spent / plain
-        self.balance = min(self.balance + (gain if accepted else min(gain, -self.LEAST_CHARGE)), self.RESERVE)
+        self.hit = self.hit or accepted > 0
+        self.balance = min(self.balance + (gain if self.hit else min(gain, -self.LEAST_CHARGE)), self.RESERVE)
         if self.balance <= 0:
-            self.resting, self.balance = self.pause, self.TRIAL_CREDIT
+            self.resting, self.balance, self.hit = self.pause, self.TRIAL_CREDIT, False
             self.pause = min(self.GROWTH * self.pause, self.LONGEST_PAUSE)
         elif self.balance >= self.CREDIT:
             self.pause = self.FIRST_PAUSE
