@@ -74,7 +74,9 @@ def test_default_taps():
     assert default_target_layer_ids(36) == [1, 9, 17, 25, 33]  # DeepSpec's, for Qwen3-4B and 8B
     assert default_target_layer_ids(40) == [1, 10, 19, 28, 37]
     for layers in range(1, 100):
-        DSparkConfig(num_target_layers=layers)  # every default passes the checks
+        ids = DSparkConfig(num_target_layers=layers).target_layer_ids  # every default passes the checks
+        if layers > 7:  # five, each at most half a layer off an even spread from layer 1 to the third last
+            assert len(ids) == 5 and all(abs(1 + i * (layers - 4) / 4 - at) <= 0.5 for i, at in enumerate(ids))
 
 
 FAMILIES = {

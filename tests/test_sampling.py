@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from conftest import config, following, lively_target, make_drafter, plain
+from conftest import VOCAB, config, following, lively_target, make_drafter, plain
 from transformers.generation import LogitsProcessor
 
 from dspark.candidate_generator import DSparkCandidateGenerator
@@ -78,9 +78,10 @@ WARPERS = {
 }
 
 
+@pytest.mark.parametrize("reduced", [None, 40])
 @pytest.mark.parametrize("name", WARPERS)
-def test_drafts_obey_the_warpers(target, prompt, monkeypatch, name):
-    """The verifier is handed the law that the warpers make of the draft logits, and drafts are drawn from it."""
+def test_drafts_obey_the_warpers(target, prompt, monkeypatch, whole_block, name, reduced):
+    """The verifier is handed the law that the warpers make of the draft logits, in the target's ids, row by row."""
     handed = []
     original = DSparkCandidateGenerator.get_candidates
 
@@ -94,7 +95,11 @@ def test_drafts_obey_the_warpers(target, prompt, monkeypatch, name):
     monkeypatch.setattr(DSparkCandidateGenerator, "_draw", lambda self, row: (logits.append(row), draw(self, row))[1])
     settings = config(max_new_tokens=30, do_sample=True, dspark_schedule="fixed", **WARPERS[name])
     torch.manual_seed(0)
-    target.generate(prompt, assistant_model=make_drafter(target), generation_config=settings)
+    drafter, kept = make_drafter(target, draft_vocab_size=reduced), torch.arange(VOCAB)
+    if reduced:
+        kept = torch.arange(VOCAB - reduced, VOCAB)
+        drafter.d2t.copy_(kept - torch.arange(reduced))
+    target.generate(prompt, assistant_model=drafter, generation_config=settings)
 
     complete = copy.deepcopy(settings)
     complete.update(**target.generation_config._get_default_generation_params(), defaults_only=True)
@@ -105,11 +110,12 @@ def test_drafts_obey_the_warpers(target, prompt, monkeypatch, name):
     rows = [(draft, row) for drafts, log_q in handed if len(drafts) for draft, row in zip(drafts, log_q[0])]
     assert len(rows) == len(logits) > 20
     for (draft, row), raw in zip(rows, logits):
-        expected = torch.log_softmax(warpers(prompt, raw.clone()), dim=-1)[0]
+        expected = torch.full((VOCAB,), float("-inf"))
+        expected[kept] = torch.log_softmax(warpers(prompt, raw.clone()), dim=-1)[0]
         torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(row.exp().sum(), torch.tensor(1.0))
         assert row[draft] > float("-inf")
-    assert name == "temperature" or any((row == float("-inf")).any() for _, row in rows)
+    assert name == "temperature" or any((row[kept] == float("-inf")).any() for _, row in rows)
 
 
 def test_custom_processors_act_on_the_target_only(target, prompt):
