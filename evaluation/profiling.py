@@ -8,6 +8,7 @@ longer, replaces the table that was kept; `--output` writes it elsewhere, to be 
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from dspark.evaluation.inputs import add_model_arguments, load_models
@@ -20,11 +21,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_model_arguments(parser)
     parser.add_argument("--output", type=Path, help="write the table here instead of where decoding looks for it")
+    parser.add_argument("--force", action="store_true", help="replace the kept table even on a busy machine")
     parser.add_argument("--seconds", type=float, default=15.0, help="time to stay within, roughly (15)")
     args = parser.parse_args(argv)
     if args.seconds <= 0:
         parser.error(f"--seconds is {args.seconds}: give a positive number.")
     busy = why_busy(look())
+    if busy and not (args.output or args.force):
+        print(
+            f"dspark profile: {busy}. A table measured now would mislead the schedule: wait, or give --force.",
+            file=sys.stderr,
+        )
+        return 3
     if busy:
         print(f"warning: {busy}; profile again when the machine is quiet.")
 

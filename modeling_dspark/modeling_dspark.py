@@ -349,6 +349,10 @@ class DSparkModel(DSparkPreTrainedModel):
                 "`target.generate(..., assistant_model=drafter, custom_generate=<drafter repo>, "
                 "trust_remote_code=True)` or `drafter.decode_for(target, ...)`."
             )
+        if name == "generate":
+            raise AttributeError(
+                "a DSpark drafter does not write text by itself: call `target.generate(..., assistant_model=drafter)`."
+            )
         return super().__getattr__(name)
 
     def __getstate__(self) -> dict:

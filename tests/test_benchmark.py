@@ -260,7 +260,9 @@ def test_profile_replaces_the_table_decoding_finds(models, tmp_path, capsys, mon
     assert str(table) in printed and "1.5 of 2 cores" in printed
     assert table.verify_seconds(8) >= table.verify_seconds(1) > 0
 
-    assert profiling.main([*arguments, "--seconds", "0.5"]) == 0
+    assert profiling.main([*arguments, "--seconds", "0.5"]) == 3
+    assert "--force" in capsys.readouterr().err
+    assert profiling.main([*arguments, "--seconds", "0.5", "--force"]) == 0
     monkeypatch.setattr(cost_tables, "profile", lambda *_: pytest.fail("profiled again"))
     parser, args = benchmark.parse([*arguments, "--prompts", "unused"])
     target, drafter = inputs.load_models(args)

@@ -47,6 +47,31 @@ def test_costs_must_be_finite(bad):
         CostTable.from_costs({1: 1.0, 8: bad})
 
 
+def test_an_implausible_table_is_not_kept(prompt, monkeypatch):
+    """Eight tokens for a third of the cost of one: something else ran while it was measured."""
+    from dspark.candidate_generator import cost_table_dspark
+
+    disturbed = CostTable({32: {1: 0.9, 2: 1.9, 8: 0.3}}, {32: 0.2})
+    monkeypatch.setattr(cost_table_dspark, "profile", lambda *_: disturbed)
+    target = make_target()
+    drafter = make_drafter(target, cost_table=None)
+    assert cost_table_dspark.cost_table_for(drafter, target) is disturbed
+    assert not list(cost_table_dspark.cache_folder().glob("*.json"))
+    monkeypatch.setattr(cost_table_dspark, "profile", lambda *_: FLAT_COSTS)
+    assert cost_table_dspark.cost_table_for(make_drafter(target, cost_table=None), target) is FLAT_COSTS
+    assert list(cost_table_dspark.cache_folder().glob("*.json"))
+
+
+def test_a_misspelt_setting_is_named(prompt):
+    target = make_target()
+    with pytest.raises(ValueError, match="dspark_treshold"):
+        target.generate(
+            prompt,
+            assistant_model=make_drafter(target),
+            generation_config=config(max_new_tokens=5, dspark_treshold=0.3),
+        )
+
+
 def test_a_cost_table_must_be_one(prompt):
     target = make_target()
     with pytest.raises(TypeError, match="cost_table"):

@@ -21,6 +21,7 @@ from .taps_dspark import FeatureTaps
 
 # `generate` fills these in on every call, so they cannot be told from a user's wish for the same value.
 HOST_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
+SETTINGS = ("dspark_schedule", "dspark_threshold", "dspark_log")
 # Warpers that look at one row of scores and keep no state: applied to draft and target alike.
 STATELESS_WARPERS = (
     *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper"),
@@ -322,6 +323,9 @@ def read_settings(config, generation_config) -> tuple[str, float, int]:
         threshold = value if threshold is None else threshold
     if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise ValueError(f"`dspark_threshold` is {threshold}: it is compared with a probability, give 0 to 1.")
+    unknown = [name for name in vars(generation_config) if name.startswith("dspark_") and name not in SETTINGS]
+    if unknown:
+        raise ValueError(f"`{unknown[0]}` is no DSpark setting: choose among {', '.join(SETTINGS)}.")
     cap = given("num_assistant_tokens")
     if cap is not None and (not isinstance(cap, int) or cap < 0):
         raise ValueError(f"`num_assistant_tokens` is {cap}: give the most drafts a round may verify, 0 for none.")

@@ -27,6 +27,7 @@ logger = logging.get_logger(__name__)
 PROFILE_SECONDS = 5.0
 CONTEXTS = (32, 1024)  # tokens in the cache when a cost is measured
 REPEATS = 3
+LEAST_WIDE_COST = 0.8  # of one token's
 
 
 class CostTable:
@@ -79,6 +80,11 @@ class CostTable:
     def draft_seconds(self, context: int = 0) -> float:
         """Seconds of drafting one block behind `context` tokens (`T_draft`)."""
         return _interpolate(self._draft_points, context)
+
+    def plausible(self) -> bool:
+        """Whether the widest forward costs about as much as one token or more; a table that says much less was
+        disturbed while it was measured. (Some CPUs take a little longer for one token than for a few.)"""
+        return all(row[max(row)] >= LEAST_WIDE_COST * row[1] for row in self.verify.values())
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the table as JSON, atomically: a reader sees the old file or the new one."""
@@ -199,6 +205,12 @@ def cost_table_for(drafter, target) -> CostTable:
             tables[path] = CostTable.load(path)
         except (OSError, ValueError):
             tables[path] = profile(drafter, target)
+            if not tables[path].plausible():
+                logger.warning(
+                    "the cost table was measured while the machine was busy (more tokens cost less than one): it "
+                    "serves this process and is not kept. On a quiet machine the next process measures again."
+                )
+                return tables[path]
             try:
                 tables[path].save(path)
             except OSError as error:  # a read-only home: the table lives as long as the drafter

@@ -58,6 +58,11 @@ class DSparkStatistics:
         return max(0.0, self.total_seconds - self.draft_seconds - self.verify_seconds)
 
     @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the wall time of the call, prompt included."""
+        return self.generated / self.total_seconds if self.total_seconds else 0.0
+
+    @property
     def acceptance_length(self) -> float:
         """Tokens per drafted round, bonus token included (the paper's tau). 0 without a drafted round."""
         return self.accepted / self.rounds + 1 if self.rounds else 0.0
@@ -113,7 +118,7 @@ class DSparkStatistics:
         return "\n".join(
             (
                 row("schedule", self.schedule),
-                row("tokens generated", self.generated),
+                row("tokens generated", f"{self.generated}, {self.tokens_per_second:.1f} a second"),
                 row("rounds drafted / plain", f"{self.rounds} / {self.plain_rounds}"),
                 row("drafted / verified / taken", f"{self.drafted} / {self.verified} / {self.accepted}"),
                 row("acceptance length", f"{self.acceptance_length:.2f} tokens a drafted round, bonus token included"),
