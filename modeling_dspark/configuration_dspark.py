@@ -273,8 +273,12 @@ def output_logit_scale(text_config: PreTrainedConfig) -> float:
 
 def find_mask_token_id(tokenizer, vocab_size: int) -> int:
     """An embedding row that no text uses: padding rows of the embedding first, then a reserved special token."""
-    if tokenizer is None or len(tokenizer) < vocab_size:
+    if tokenizer is None:
         return vocab_size - 1
+    used = set(tokenizer.get_vocab().values())
+    padding = [i for i in range(max(0, vocab_size - 4096), vocab_size) if i not in used]
+    if padding:
+        return padding[-1]
     special = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i < vocab_size)
     in_use = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     free = [i for i in special if i not in in_use]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LogitsProcessor
 
 from dspark.candidate_generator import CostTable
+from dspark.candidate_generator.cost_table_dspark import cache_argument
 from dspark.modeling_dspark import DSparkConfig, DSparkModel
 
 
@@ -146,6 +147,22 @@ def test_threads_share_a_target(prompt):
     finally:
         sys.setswitchinterval(interval)
     assert not wrong
+
+
+def test_longrope_across_its_switch_is_exact_or_refused(prompt):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope |= {"original_max_position_embeddings": 24, "factor": 4.0}
+    sizes = {"original_max_position_embeddings": 24, "max_position_embeddings": 96}
+    target = make_target("phi3", seed=3, rope_parameters=rope, **sizes)
+    drafter = make_drafter(target)
+    settings = config(dspark_schedule="fixed", max_new_tokens=60)
+    if cache_argument(target) == "past_key_values":
+        with pytest.raises(ValueError, match="longrope"):
+            target.generate(prompt, assistant_model=drafter, generation_config=settings)
+        settings.max_new_tokens = 12
+    out = target.generate(prompt, assistant_model=drafter, generation_config=settings)
+    assert torch.equal(out, plain(target, prompt, max_new_tokens=settings.max_new_tokens))
+    assert drafter.statistics.drafted > 0
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "olmo2", "gemma2", "cohere2", "qwen3_moe"])

@@ -85,6 +85,7 @@ def assisted_decoding(
         ValueError: for what assisted decoding cannot do exactly; nothing was generated then.
     """
     refuse_unsupported(target, input_ids, logits_processor, kwargs)
+    refuse_rope_switch(target, input_ids, generation_config, kwargs)
     kwargs = without_full_mask(kwargs, input_ids)
     cache = call_cache(kwargs)
     generator = DSparkCandidateGenerator(drafter, target, generation_config, logits_processor, kwargs)
@@ -154,6 +155,20 @@ def refuse_unsupported(target, input_ids, logits_processor, model_kwargs: dict) 
         raise ValueError(
             "`guidance_scale` keeps a cache of its own, which cannot follow rejected drafts: drop it, or drop "
             "`assistant_model`."
+        )
+
+
+def refuse_rope_switch(target, input_ids, generation_config, model_kwargs: dict) -> None:
+    """Before 5.24 the host's Phi-3 classes drop the cache where their `longrope` factors switch, in mid round."""
+    rope = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    switch = rope.get("original_max_position_embeddings")
+    own_inputs = type(target).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    if rope.get("rope_type") != "longrope" or not switch or not own_inputs or "cache" in model_kwargs:
+        return
+    if input_ids.shape[1] <= switch < generation_config.max_length:
+        raise ValueError(
+            f"this call may pass position {switch}, where the target's `longrope` factors switch, and with this "
+            "release of transformers drafting is not exact there: use 5.24 or newer, or a smaller `max_new_tokens`."
         )
 
 
