@@ -6,9 +6,10 @@ import sys
 
 
 COMMANDS = {
-    "benchmark": ("benchmark", "time plain and assisted decoding in turn on your prompts"),
-    "profile": ("profiling", "measure and print the cost table of a target and its drafter on this machine"),
-    "demo": ("demo", "SmolLM2-135M-Instruct with its drafter: the same text, sooner"),
+    "regenerate": ("training.regenerate", "prompts to responses by the target: the data to train a drafter on"),
+    "benchmark": ("evaluation.benchmark", "time plain and assisted decoding in turn on your prompts"),
+    "profile": ("evaluation.profiling", "measure and print the cost table of a target and its drafter on this machine"),
+    "demo": ("evaluation.demo", "SmolLM2-135M-Instruct with its drafter: the same text, sooner"),
 }
 
 
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
     # Only the command itself is parsed here; what follows is the command's own.
     module, _ = COMMANDS[parser.parse_args(argv[:1]).command]
-    return importlib.import_module(f"dspark.evaluation.{module}").main(argv[1:]) or 0
+    return importlib.import_module(f"dspark.{module}").main(argv[1:]) or 0
 
 
 if __name__ == "__main__":
