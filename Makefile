@@ -49,7 +49,7 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once; about a minute, more where torch comes over a slow line)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python $(PIP) $(CONSTRAINTS) -e ".[dev,eval,demo]"
+	@$(BIN)/python $(PIP) $(CONSTRAINTS) -e ".[dev,train,demo]"
 	@touch $@
 
 # A second, light environment: its own transformers in front of the first one's packages. The path is a plain line, so

@@ -300,7 +300,7 @@ def draft_hidden(model, drafter, link, features, ids, blocks: Blocks) -> torch.T
     config._attn_implementation = BLOCK_ATTENTION
     try:
         hidden = model(
-            link.embed(drafter, blocks.inputs(ids, config.mask_token_id).flatten(1)),
+            link.embed(drafter, blocks.inputs(ids, config.mask_token_id).flatten(1)).detach(),
             features,
             position_ids=blocks.slots.flatten(1),
             attention_mask=layout.mask(None),
