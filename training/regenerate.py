@@ -177,7 +177,7 @@ def regenerate(
 
     def note_seconds() -> float:
         seconds = earlier_seconds + time.process_time() - started
-        write_json(settings_path(output), {**settings, "process_seconds": round(seconds, 1)})
+        write_json(settings_path(output), {**settings, "process_seconds": round(seconds, 3)})
         return seconds
 
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ def regenerate(
             bar.update(len(batch))
             bar.set_postfix(tokens=counts["tokens"])
     bar.close()
-    return {**counts, "process_seconds": round(note_seconds(), 1)}
+    return {**counts, "process_seconds": round(note_seconds(), 3)}
 
 
 def generation_settings(target, tokenizer, max_new_tokens, temperature, top_k, top_p):
