@@ -75,7 +75,7 @@ def publish(
 
 
 def template_path() -> Path:
-    """The card's template: beside the installed package, or in the checkout."""
+    """The card's template, wherever the package is installed."""
     from importlib.resources import files
 
     return Path(str(files("dspark.model_cards") / "template.md"))

@@ -1,0 +1,1 @@
+"""Card template and published checkpoints: one folder each, exactly as it is pushed."""
