@@ -1,4 +1,4 @@
-"""`dspark acceptance`: accepted length by prompt set and slot, the drafter's own quality apart from any machine's speed.
+"""`dspark acceptance`: accepted length by prompt set and slot: the drafter's quality, apart from any machine's speed.
 
     dspark acceptance --target <model> --drafter <drafter> --prompts gsm8k.jsonl mbpp.jsonl --num-prompts 64
 

@@ -12,7 +12,10 @@ COMMANDS = {
     "publish": ("training.publish", "a complete Hub repo of it, or the layout serving engines read"),
     "acceptance": ("evaluation.acceptance", "accepted length by prompt set and slot, apart from speed"),
     "benchmark": ("evaluation.benchmark", "time plain and assisted decoding in turn on your prompts"),
-    "profile": ("evaluation.profiling", "measure and print the cost table of a target and its drafter on this machine"),
+    "profile": (
+        "evaluation.profiling",
+        "measure and print the cost table of a target and its drafter on this machine",
+    ),
     "demo": ("evaluation.demo", "SmolLM2-135M-Instruct with its drafter: the same text, sooner"),
 }
 

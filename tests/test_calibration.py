@@ -11,7 +11,15 @@ from test_train import rows_of, tiny, write_lines
 from dspark.evaluation import cli
 from dspark.modeling_dspark import DSparkModel
 from dspark.training.calibrate import collect_rounds
-from dspark.training.calibration import Rounds, assess, ece, fit_temperatures, noise_floor, reliability_diagram, sigmoid
+from dspark.training.calibration import (
+    Rounds,
+    assess,
+    ece,
+    fit_temperatures,
+    noise_floor,
+    reliability_diagram,
+    sigmoid,
+)
 
 
 def made_up_rounds(count: int, overconfidence: list[float], seed: int = 0) -> Rounds:
@@ -41,7 +49,10 @@ def test_slots_are_fitted_from_left_to_right():
     rounds = made_up_rounds(40_000, [4.0, 1.0])
     temperatures = fit_temperatures(rounds)
     raw = sigmoid(rounds.logits[:, 0])
-    alone = min(np.exp(np.linspace(-1.5, 2, 200)), key=lambda t: ece(raw * sigmoid(rounds.logits[:, 1] / t), rounds.survived(1)))
+    alone = min(
+        np.exp(np.linspace(-1.5, 2, 200)),
+        key=lambda t: ece(raw * sigmoid(rounds.logits[:, 1] / t), rounds.survived(1)),
+    )
     assert temperatures[1] == pytest.approx(1.0, rel=0.2) and abs(np.log(alone)) > 0.3
 
 
@@ -89,7 +100,9 @@ def test_command(tmp_path, capsys):
     drafter = make_drafter(make_target(eos_token_id=2))
     drafter.save_pretrained(tmp_path / "drafter")
     letters = "abcdefghijklmnop"
-    prompts = write_lines(tmp_path / "p.jsonl", [{"turns": [letters[i % 12 : i % 12 + 2 + i // 12]]} for i in range(48)])
+    prompts = write_lines(
+        tmp_path / "p.jsonl", [{"turns": [letters[i % 12 : i % 12 + 2 + i // 12]]} for i in range(48)]
+    )
     options = ["--target", str(folder), "--drafter", str(tmp_path / "drafter"), "--prompts", str(prompts)]
     assert cli.main(["calibrate", *options, "--max-new-tokens", "80", "--temperatures", "0", "0.7"]) == 0
     out = capsys.readouterr().out

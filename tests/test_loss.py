@@ -87,7 +87,7 @@ def test_reference(name, tmp_path):
 
 
 def naive_loss(drafter, target, ids, masks, anchors, gamma, alphas) -> tuple[float, float, float]:
-    """Eq. 8-12 written out block by block through the classes decoding uses, in fp64. No chunks, no block attention."""
+    """Eq. 8-12 written out block by block with the classes of decoding, in fp64. No chunks, no block attention."""
     link = drafter.link(target)
     size = drafter.config.block_size
     sums = {"ce": 0.0, "tv": 0.0, "conf": 0.0}

@@ -13,8 +13,8 @@ from test_train import tiny
 
 from dspark.evaluation import cli
 from dspark.modeling_dspark import DSparkModel
-from dspark.training import serving_layout
 from dspark.training import publish as publish_function
+from dspark.training import serving_layout
 from dspark.training.publish import MARK, push
 
 
@@ -42,7 +42,14 @@ def test_repo_is_complete_and_nothing_else(trained, tmp_path):
     others = {"README.md", "calibration.json", "config.json", "model.safetensors"}
     assert names == code | others | {os.path.join("custom_generate", "generate.py")} and len(code) > 10
     card = (out / "README.md").read_text()
-    for text in ("base_model: org/target", "license: apache-2.0", "# My-DSpark", "3.21 tokens", "8.0% to 1.2%", "7 slots"):
+    for text in (
+        "base_model: org/target",
+        "license: apache-2.0",
+        "# My-DSpark",
+        "3.21 tokens",
+        "8.0% to 1.2%",
+        "7 slots",
+    ):
         assert text in card
     assert "$" not in card and "calibrated for sampling temperatures 0.0, 1.0" in card
     code = (

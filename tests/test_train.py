@@ -93,7 +93,9 @@ def test_mask(template, tmp_path):
 
 def test_template_that_rewrites_earlier_turns(tmp_path):
     """Some templates drop earlier reasoning; such rows are refused, never masked wrongly."""
-    rewriting = "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    rewriting = (
+        "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
     tokenizer = AutoTokenizer.from_pretrained(tiny(tmp_path, rewriting))
     with pytest.raises(conversations.ConversationError, match="rewrites"):
         encode(tokenizer, TALK)
@@ -178,7 +180,9 @@ def test_a_target_without_a_template(tmp_path, capsys):
     assert sum(row["assistant_masks"]) >= 1
     (tmp_path / "t.jinja").write_text(UNMARKED)
     options[-1] = str(tmp_path / "p2.jsonl")
-    assert cli.main(["regenerate", *options, "--chat-template", str(tmp_path / "t.jinja"), "--max-new-tokens", "4"]) == 0
+    assert (
+        cli.main(["regenerate", *options, "--chat-template", str(tmp_path / "t.jinja"), "--max-new-tokens", "4"]) == 0
+    )
 
 
 def test_prompts_of_datasets():

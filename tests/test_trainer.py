@@ -62,9 +62,7 @@ def fit(folder, steps: int = 6, resume=None, target=None, cls=Watched, rows=None
         output_dir=str(folder), max_steps=steps, report_to=[], use_cpu=True, disable_tqdm=True, **settings
     )
     seen = Seen()
-    trainer = cls(
-        make_drafter(target), arguments, target=target, train_dataset=rows or text_rows(), callbacks=[seen]
-    )
+    trainer = cls(make_drafter(target), arguments, target=target, train_dataset=rows or text_rows(), callbacks=[seen])
     trainer.train(resume_from_checkpoint=resume)
     return trainer, seen.logs
 
@@ -305,7 +303,7 @@ def test_metrics_by_hand(tmp_path):
 
 
 def test_every_checkpoint_is_a_drafter(tmp_path):
-    """Loads offline with `AutoModel` and remote code in an interpreter of its own; holds the drafter's tensors only."""
+    """Loads offline with `AutoModel` and remote code in another interpreter; holds the drafter's tensors only."""
     trainer, _ = fit(tmp_path, 2, save_steps=2)
     folder = tmp_path / "checkpoint-2"
     code = (

@@ -33,7 +33,7 @@ class BlockLayout:
         self._masks: dict = {}
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Boolean `[B n, 1, g G, S + g G]`, `True` where a slot may look; `window` in positions, for sliding layers."""
+        """Boolean `[B n, 1, g G, S + g G]`, `True` where a slot may look; `window`: positions, in sliding layers."""
         if window not in self._masks:
             device = self.anchors.device
             slot = torch.arange(self.size, device=device)

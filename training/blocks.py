@@ -59,7 +59,7 @@ class Blocks:
 
     @property
     def slots(self) -> torch.LongTensor:
-        """Positions of the slots `[B, A, G]`; also the positions of their previous tokens and of the target's states."""
+        """Positions of the slots `[B, A, G]`; also those of their previous tokens and of the target's states."""
         return self.anchors[..., None] + torch.arange(self.supervised.shape[-1], device=self.anchors.device)
 
     def tokens(self, ids: torch.LongTensor, shift: int) -> torch.LongTensor:

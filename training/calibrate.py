@@ -20,7 +20,9 @@ from dspark.evaluation.inputs import add_model_arguments, load_models, read_prom
 from dspark.training.calibration import Rounds, assess, fit_temperatures, reliability_diagram
 
 
-def collect_rounds(target, drafter, prompts: list[dict], temperature: float, max_new_tokens: int, seed: int = 0, bar=None):
+def collect_rounds(
+    target, drafter, prompts: list[dict], temperature: float, max_new_tokens: int, seed: int = 0, bar=None
+):
     """Decode prompts with the `fixed` schedule and keep every round.
 
     Args:
@@ -57,7 +59,13 @@ def collect_rounds(target, drafter, prompts: list[dict], temperature: float, max
 
 
 def calibrate(
-    target, drafter, prompts: list[dict], temperatures=(0.0, 1.0), max_new_tokens: int = 256, seed: int = 0, progress=True
+    target,
+    drafter,
+    prompts: list[dict],
+    temperatures=(0.0, 1.0),
+    max_new_tokens: int = 256,
+    seed: int = 0,
+    progress=True,
 ) -> tuple[dict, dict[str, tuple[Rounds, list[float]]]]:
     """Fit and set `drafter.config.confidence_temperatures`, one set a regime.
 
@@ -102,7 +110,9 @@ def table(report: dict) -> str:
     lines = []
     for regime, figures in report.items():
         name = "greedy" if float(regime) == 0 else f"temperature {regime}"
-        lines.append(f"{name}: {figures['measured_on']['rounds']} rounds of {figures['measured_on']['prompts']} prompts")
+        lines.append(
+            f"{name}: {figures['measured_on']['rounds']} rounds of {figures['measured_on']['prompts']} prompts"
+        )
         rows = (
             ("temperature", figures["temperatures"], "{:.2f}"),
             ("prefix survival", figures["survived"], "{:.3f}"),
@@ -159,7 +169,14 @@ def main(argv: list[str] | None = None) -> int:
     (folder / "calibration.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     reliability_diagram(figures, folder / "calibration.png")
     print(table(report))
-    print(json.dumps({regime: {"ece_before": r["mean_ece_before"], "ece_after": r["mean_ece_after"]} for regime, r in report.items()}))
+    print(
+        json.dumps(
+            {
+                regime: {"ece_before": r["mean_ece_before"], "ece_after": r["mean_ece_after"]}
+                for regime, r in report.items()
+            }
+        )
+    )
     return 0
 
 

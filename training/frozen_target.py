@@ -1,4 +1,4 @@
-"""The frozen target in training: tapped features and the states before its LM head, of one forward without gradients."""
+"""The frozen target in training: tapped features and states before the LM head, of one forward without gradients."""
 
 import torch
 

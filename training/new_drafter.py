@@ -7,7 +7,13 @@ from dspark.modeling_dspark.target_dspark import decoder_layers, target_fingerpr
 
 
 def new_drafter(
-    target, tokenizer=None, *, warm_start: bool = True, token_counts: torch.Tensor | None = None, seed: int = 0, **config
+    target,
+    tokenizer=None,
+    *,
+    warm_start: bool = True,
+    token_counts: torch.Tensor | None = None,
+    seed: int = 0,
+    **config,
 ) -> DSparkModel:
     """A drafter to train.
 
@@ -56,7 +62,11 @@ def start_from_target(drafter: DSparkModel, target) -> int:
                 parameter.copy_(source)
                 copied += 1
     norm = getattr(target.get_decoder(), "norm", None)
-    if norm is not None and getattr(norm, "weight", None) is not None and norm.weight.shape == drafter.norm.weight.shape:
+    if (
+        norm is not None
+        and getattr(norm, "weight", None) is not None
+        and norm.weight.shape == drafter.norm.weight.shape
+    ):
         drafter.norm.weight.copy_(norm.weight)
         copied += 1
     if copied:

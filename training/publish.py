@@ -48,7 +48,9 @@ def publish(
 
     source, output = Path(drafter_folder), Path(output)
     if output.exists() and output.resolve() == source.resolve():
-        raise ValueError("`--output` is the drafter's own folder: give another, training's state stays out of the repo.")
+        raise ValueError(
+            "`--output` is the drafter's own folder: give another, training's state stays out of the repo."
+        )
     if output.exists() and any(output.iterdir()) and not (output / "config.json").exists():
         raise ValueError(f"`--output` {output} is not empty and no drafter's folder: give another.")
     drafter = DSparkModel.from_pretrained(source, dtype=dtype)

@@ -93,8 +93,8 @@ def finished(output: Path, settings: dict) -> tuple[set[tuple[int, int]], float]
     if other:
         key = other[0]
         raise ValueError(
-            f"`--output` {output} was made with {key} = {earlier.get(key)!r}, now it is {settings[key]!r}: give another "
-            "file, or the settings of the first run to go on with it."
+            f"`--output` {output} was made with {key} = {earlier.get(key)!r}, now it is {settings[key]!r}: give "
+            "another file, or the settings of the first run to go on with it."
         )
     done, end = set(), 0
     with open(output, "rb") as file:

@@ -84,7 +84,9 @@ def write_serving_layout(drafter, folder: Path, target=None) -> list[str]:
     if not config.use_qk_norm or config.mlp_bias or config.logit_scale != 1.0:
         raise ValueError("the DeepSpec layout has QK-norm, no MLP bias and no logit scale; this drafter differs.")
     if "dflash" in folder.name.lower():
-        raise ValueError(f"`--output` {folder.name}: vLLM takes a name with 'dflash' for another method; choose another.")
+        raise ValueError(
+            f"`--output` {folder.name}: vLLM takes a name with 'dflash' for another method; choose another."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     save_file(serving_tensors(drafter, target), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(serving_config(drafter), indent=2) + "\n", encoding="utf-8")

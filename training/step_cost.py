@@ -84,9 +84,7 @@ class StepCost:
         from dspark.training.metrics import Metrics
 
         with self.trainer.accelerator.autocast():
-            loss = self.trainer.loss_of(
-                self.trainer.drafter, self.ids, self.blocks, self.denominators, Metrics()
-            )
+            loss = self.trainer.loss_of(self.trainer.drafter, self.ids, self.blocks, self.denominators, Metrics())
         loss.backward()
         self.trainer.drafter.zero_grad()
 
@@ -141,7 +139,11 @@ def main(argv: list[str] | None = None) -> int:
         else:
             seconds = cost.times(args.repeats)
             bound = seconds["target"] + 3 * seconds["drafter"]
-            result |= {**seconds, "ratio": seconds["step"] / bound, "anchors_per_second": cost.anchors / seconds["step"]}
+            result |= {
+                **seconds,
+                "ratio": seconds["step"] / bound,
+                "anchors_per_second": cost.anchors / seconds["step"],
+            }
             print(
                 f"context {context}, batch {batch}, {cost.anchors} anchors: target {seconds['target']:.3f} s, drafter "
                 f"{seconds['drafter']:.3f} s, step {seconds['step']:.3f} s = {result['ratio']:.2f} x bound; "

@@ -62,7 +62,9 @@ class DataArguments:
 
 def parse(argv: list[str] | None) -> tuple[ModelArguments, DataArguments, DSparkTrainingArguments]:
     parser = HfArgumentParser(
-        (ModelArguments, DataArguments, DSparkTrainingArguments), prog="dspark train", description=__doc__.split("\n")[0]
+        (ModelArguments, DataArguments, DSparkTrainingArguments),
+        prog="dspark train",
+        description=__doc__.split("\n")[0],
     )
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
@@ -164,8 +166,8 @@ def say_what_is_read(rows: Rows, held_out: Rows | None, args) -> None:
             print(f"{name} rows left out: {part.skipped}", flush=True)
     if tokens < FEW_TOKENS:
         logger.warning(
-            f"{tokens} tokens are few: below about {FEW_TOKENS} a drafter learns its training text by heart and little "
-            "else. Regenerate more prompts."
+            f"{tokens} tokens are few: below about {FEW_TOKENS} a drafter learns its training text by heart and "
+            "little else. Regenerate more prompts."
         )
 
 
