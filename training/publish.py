@@ -12,7 +12,6 @@ hand is left alone.
 import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -56,24 +55,40 @@ def publish(
     drafter = DSparkModel.from_pretrained(source, dtype=dtype)
     if target_name is not None:
         drafter.config.target_name_or_path = target_name
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside and moved file by file: the weights may be mapped from a file that is replaced.
-    with tempfile.TemporaryDirectory(prefix=".publish-", dir=output.parent) as work:
+    card = output / "README.md"
+    keep_card = card.exists() and MARK not in card.read_text(encoding="utf-8")
+    extras = {
+        extra: (source / extra).read_bytes()
+        for extra in ("calibration.json", "calibration.png")
+        if (source / extra).is_file()
+    }
+    if not keep_card:
+        extras["README.md"] = render_card(drafter, source, name or output.name, license, data).encode()
+    return write_repo(drafter, output, extras)
+
+
+def write_repo(drafter, folder: Path, extras: dict[str, bytes] | None = None) -> Path:
+    """Write a drafter with its code into a folder, file by file atomically, and nothing that is not named.
+
+    Args:
+        extras: further files by name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Written beside and moved: the weights may be mapped from the very file that is replaced.
+    with tempfile.TemporaryDirectory(prefix=".publish-", dir=folder.parent) as work:
         made = Path(work)
         drafter.save_pretrained(made)
-        for extra in ("calibration.json", "calibration.png"):
-            if (source / extra).is_file():
-                shutil.copyfile(source / extra, made / extra)
-        card = output / "README.md"
-        if not card.exists() or MARK in card.read_text(encoding="utf-8"):
-            text = render_card(drafter, source, name or output.name, license, data)
-            (made / "README.md").write_text(text, encoding="utf-8")
+        for extra, content in (extras or {}).items():
+            (made / extra).write_bytes(content)
+        for old in folder.glob("*_dspark.py"):
+            if not (made / old.name).exists():
+                old.unlink()  # one that the package no longer has
         for file in sorted(path for path in made.rglob("*") if path.is_file()):
-            place = output / file.relative_to(made)
+            place = folder / file.relative_to(made)
             place.parent.mkdir(parents=True, exist_ok=True)
             os.replace(file, place)
             place.chmod(0o644)
-    return output
+    return folder
 
 
 def template_path() -> Path:

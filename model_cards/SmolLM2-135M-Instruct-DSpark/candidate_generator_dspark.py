@@ -13,7 +13,7 @@ from transformers.generation import CandidateGenerator
 
 from .cost_table_dspark import cost_table_for
 from .draft_chain_dspark import DraftChain
-from .schedule_dspark import AcceptanceRates, PrefixScheduler, RestPolicy
+from .schedule_dspark import SCHEDULES, AcceptanceRates, PrefixScheduler, RestPolicy
 from .statistics_dspark import DSparkStatistics
 from .stopwatch_dspark import Stopwatch
 from .taps_dspark import FeatureTaps
@@ -316,7 +316,7 @@ def read_settings(config, generation_config) -> tuple[str, float, int]:
     if kind is None:
         asked = threshold is not None or confidence_threshold is not None
         kind = "threshold" if asked else config.schedule
-    if kind not in ("throughput", "fixed", "threshold"):
+    if kind not in SCHEDULES:
         where = "`dspark_schedule`" if given("dspark_schedule") is not None else "`schedule` of the drafter's config"
         raise ValueError(f"{where} is {kind!r}: choose 'throughput', 'fixed' or 'threshold'.")
     for value in (confidence_threshold, config.schedule_threshold):
@@ -332,6 +332,12 @@ def read_settings(config, generation_config) -> tuple[str, float, int]:
     return kind, float(threshold), config.block_size if cap is None else int(cap)
 
 
+def rope_parameters(text_config) -> dict:
+    """The rope parameters of a target, of its full-attention layers where a family nests one entry per layer type."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    return rope.get("full_attention") or rope
+
+
 def position_limit(text_config) -> tuple[float, bool]:
     """First position that no block may reach from before it, and whether drafting goes on behind it.
 
@@ -339,8 +345,7 @@ def position_limit(text_config) -> tuple[float, bool]:
     `dynamic` scaling every forward behind it by factors of its own longest position: a block that did would compute
     its earlier tokens otherwise than plain decoding.
     """
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention") or rope  # some families nest one entry per layer type
+    rope = rope_parameters(text_config)
     kind = rope.get("rope_type", "default")
     longest = getattr(text_config, "max_position_embeddings", None) or float("inf")
     if kind == "longrope":

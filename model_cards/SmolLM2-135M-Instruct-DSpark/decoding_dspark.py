@@ -13,7 +13,7 @@ import torch
 from transformers.generation import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging
 
-from .candidate_generator_dspark import DSparkCandidateGenerator
+from .candidate_generator_dspark import DSparkCandidateGenerator, rope_parameters
 from .ends_dspark import BlockEnds
 from .statistics_dspark import DSparkStatistics
 
@@ -160,7 +160,7 @@ def refuse_unsupported(target, input_ids, logits_processor, model_kwargs: dict) 
 
 def refuse_rope_switch(target, input_ids, generation_config, model_kwargs: dict) -> None:
     """Before 5.24 the host's Phi-3 classes drop the cache where their `longrope` factors switch, in mid round."""
-    rope = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    rope = rope_parameters(target.config.get_text_config(decoder=True))
     switch = rope.get("original_max_position_embeddings")
     own_inputs = type(target).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     if rope.get("rope_type") != "longrope" or not switch or not own_inputs or "cache" in model_kwargs:

@@ -36,7 +36,18 @@ class MarkovHead(nn.Module):
     def forward(
         self, hidden: torch.Tensor, embedding: torch.Tensor, state: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The bias of one slot.
+        """The bias of one slot: `W_2` on what `features` gives.
+
+        Returns:
+            The bias `[..., V']` over the producible ids, and the state for the next slot.
+        """
+        features, state = self.features(hidden, embedding, state)
+        return self.markov_w2(features), state
+
+    def features(
+        self, hidden: torch.Tensor, embedding: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `W_2` projects to a bias.
 
         Args:
             hidden: `[..., H]`, the backbone's output at the slot.
@@ -44,19 +55,19 @@ class MarkovHead(nn.Module):
             state: `[..., R]`, what this method returned for the slot before; `None` at slot 0. Only `rnn` has one.
 
         Returns:
-            The bias `[..., V']` over the producible ids, and the state for the next slot.
+            Features `[..., R]`, and the state for the next slot.
         """
         if self.kind == "vanilla":
-            return self.markov_w2(embedding), None
+            return embedding, None
         if self.kind == "gated":
             gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, embedding], dim=-1)))
-            return self.markov_w2(gate * embedding), None
+            return gate * embedding, None
         state = torch.zeros_like(embedding) if state is None else state
         joint = self.joint_proj(torch.cat([state, embedding, hidden], dim=-1))
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
         state = gate * state + (1 - gate) * torch.tanh(candidate)
-        return self.markov_w2(torch.tanh(output)), state
+        return torch.tanh(output), state
 
 
 class ConfidenceHead(nn.Module):

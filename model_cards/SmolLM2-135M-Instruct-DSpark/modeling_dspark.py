@@ -214,7 +214,7 @@ class DSparkModel(DSparkPreTrainedModel):
 
     def forward(
         self,
-        block_embeds: torch.Tensor,
+        block_embeds: torch.Tensor | None = None,
         context_features: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         context_position_ids: torch.LongTensor | None = None,
@@ -236,7 +236,15 @@ class DSparkModel(DSparkPreTrainedModel):
 
         Returns:
             `last_hidden_state` `[B, Q, H]`, after the final norm: `h_1..h_G`.
+
+        Raises:
+            ValueError: without `block_embeds`, as when a bare `Trainer` calls.
         """
+        if block_embeds is None:
+            raise ValueError(
+                "a drafter needs `block_embeds`, and has no loss of its own: it is trained beside its target, with "
+                "`dspark.training.DSparkTrainer(model=drafter, target=target, ...)`."
+            )
         batch, slots = block_embeds.shape[:2]
         new = 0 if context_features is None else context_features.shape[1]
         past = cache.get_seq_length() if cache is not None else 0

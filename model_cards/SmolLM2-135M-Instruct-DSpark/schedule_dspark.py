@@ -12,6 +12,9 @@ import torch
 from .cost_table_dspark import CostTable
 
 
+SCHEDULES = ("throughput", "fixed", "threshold")
+
+
 class PrefixScheduler:
     """Chooses the verified length `l` of each round of one `generate` call.
 
@@ -40,7 +43,7 @@ class PrefixScheduler:
         threshold: float = 0.5,
         bridging: bool = True,
     ):
-        if kind not in ("throughput", "fixed", "threshold"):
+        if kind not in SCHEDULES:
             raise ValueError(f"unknown schedule {kind!r}: choose 'throughput', 'fixed' or 'threshold'.")
         if kind == "throughput" and cost_table is None:
             raise ValueError("the 'throughput' schedule needs a `cost_table`.")

@@ -52,12 +52,23 @@ class TargetLink:
             rows, bias = self._gathered_head(head, drafter)
             logits = nn.functional.linear(hidden.to(device=rows.device, dtype=rows.dtype), rows, bias)
         else:
-            device = input_device(head.weight, hidden)
-            logits = head(hidden.to(device=device, dtype=head_dtype(head, hidden.dtype)))
-            logits = logits[..., : self.config.vocab_size]
+            logits = self._run_head(head, hidden)
             if self.config.draft_vocab_size is not None:
                 logits = logits[..., drafter.kept_ids.to(logits.device)]
-        logits = logits.to(hidden.device).float()
+        return self._as_the_target_reads(logits.to(hidden.device))
+
+    def target_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's own logits: its states before the LM head `[..., H]` to fp32 `[..., V]`."""
+        return self._as_the_target_reads(self._run_head(self.target.get_output_embeddings(), states))
+
+    def _run_head(self, head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        device = input_device(head.weight, hidden)
+        logits = head(hidden.to(device=device, dtype=head_dtype(head, hidden.dtype)))
+        return logits[..., : self.config.vocab_size]
+
+    def _as_the_target_reads(self, logits: torch.Tensor) -> torch.Tensor:
+        """In fp32, with the scale and the soft-cap that some targets put behind their head."""
+        logits = logits.float()
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         if self.config.final_logit_softcapping is not None:
