@@ -69,7 +69,7 @@ def test_training_section_runs(tmp_path, monkeypatch, capsys):
     }
     ran = []
     for line in block.splitlines():
-        program, command, *options = line.split()
+        program, command, *options = line.split("    #")[0].split()
         if program == "dspark":
             options = [option.replace("org/target", "target") for option in options] + more.get(command, [])
             assert cli.main([command, *options]) == 0, capsys.readouterr().err

@@ -258,17 +258,21 @@ def test_warm_start_and_vocabulary():
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
-def test_flags_and_yaml_are_the_same(tmp_path):
+def test_flags_and_yaml_are_the_same(tmp_path, capsys):
     flags = arguments(tmp_path, max_steps=2)
     assert cli.main(["train", *flags]) == 0
     first = DSparkModel.from_pretrained(tmp_path / "out")
     values = dict(zip([flag[2:] for flag in flags[::2]], flags[1::2]))
     values["output_dir"] = str(tmp_path / "again")
     values["train_file"] = f"[{values['train_file']}]"
+    values["learning_rate"] = "5e-5"  # text to YAML; the default
     (tmp_path / "c.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
     assert cli.main(["train", str(tmp_path / "c.yaml")]) == 0
     second = DSparkModel.from_pretrained(tmp_path / "again")
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+    (tmp_path / "c.yaml").write_text("num_ankers: 4\n")
+    assert cli.main(["train", str(tmp_path / "c.yaml")]) == 1
+    assert "c.yaml" in capsys.readouterr().err
     assert first.config.target_fingerprint == second.config.target_fingerprint is not None
 
 

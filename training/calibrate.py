@@ -127,6 +127,19 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
+def check_drafter_folder(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: when a folder is no drafter's; says which one may be meant.
+    """
+    if (folder / "config.json").is_file():
+        return
+    inside = sorted(folder.glob("checkpoint-*/config.json"), key=lambda path: path.stat().st_mtime)
+    if inside:
+        raise ValueError(f"`--drafter` {folder} holds checkpoints only: give one, such as {inside[-1].parent}.")
+    raise ValueError(f"`--drafter` {folder} is no drafter's folder on this machine; download a repo of the Hub first.")
+
+
 def write_temperatures(folder: Path, temperatures: dict) -> None:
     """Put the temperatures into a saved drafter's config, atomically; nothing else changes."""
     path = folder / "config.json"
@@ -153,8 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if any(t < 0 for t in args.temperatures):
             raise ValueError(f"`--temperatures` {args.temperatures}: give 0 for greedy or positive numbers.")
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"`--drafter` {folder}: calibration writes into a local folder; download the repo first.")
+        check_drafter_folder(folder)
         prompts = [prompt for path in args.prompts for prompt in read_prompts(path, args.num_prompts)]
         target, drafter = load_models(args)
         from transformers import AutoTokenizer
@@ -169,6 +181,12 @@ def main(argv: list[str] | None = None) -> int:
     (folder / "calibration.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     reliability_diagram(figures, folder / "calibration.png")
     print(table(report))
+    for regime, figures in report.items():
+        if figures["mean_ece_after"] > figures["mean_ece_before"]:
+            print(
+                f"note: at temperature {regime} the fitted temperatures did not lower the error on the other half of "
+                "the prompts; more prompts would tell noise from fault."
+            )
     print(
         json.dumps(
             {

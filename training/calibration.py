@@ -70,8 +70,8 @@ def fit_temperatures(rounds: Rounds) -> list[float]:
     """
     if len(rounds) < LEAST_ROUNDS:
         raise ValueError(
-            f"{len(rounds)} rounds are too few to calibrate, give at least {LEAST_ROUNDS}: more prompts, or a larger "
-            "`--max-new-tokens`."
+            f"{len(rounds)} rounds to fit on are too few, {LEAST_ROUNDS} is the least and 2,000 are better: give more "
+            "prompts (half of them fit), or a larger `--max-new-tokens`."
         )
     temperatures: list[float] = []
     before = np.ones(len(rounds))

@@ -44,6 +44,7 @@ def publish(
         ValueError: when `drafter_folder` holds no drafter, or is `output` itself.
     """
     from dspark.modeling_dspark import DSparkModel
+    from dspark.training.calibrate import check_drafter_folder
 
     source, output = Path(drafter_folder), Path(output)
     if output.exists() and output.resolve() == source.resolve():
@@ -52,6 +53,7 @@ def publish(
         )
     if output.exists() and any(output.iterdir()) and not (output / "config.json").exists():
         raise ValueError(f"`--output` {output} is not empty and no drafter's folder: give another.")
+    check_drafter_folder(source)
     drafter = DSparkModel.from_pretrained(source, dtype=dtype)
     if target_name is not None:
         drafter.config.target_name_or_path = target_name
@@ -114,7 +116,7 @@ def render_card(drafter, source: Path, name: str, license: str | None, data: str
         regimes = sorted(config.confidence_temperatures or {}, key=float)
         confidence = f"calibrated for sampling temperatures {', '.join(regimes)}" if regimes else "not calibrated"
     head_lines = [f"license: {license}"] if license else []
-    head_lines += [f"base_model: {target}", "base_model_relation: adapter"] if on_hub else []
+    head_lines += [f"base_model: {target}"] if on_hub else []
     return Template(template_path().read_text(encoding="utf-8")).substitute(
         metadata="\n".join([*head_lines, "library_name: transformers", "tags:"]),
         mark=MARK,
@@ -129,7 +131,7 @@ def render_card(drafter, source: Path, name: str, license: str | None, data: str
         confidence=confidence,
         vocabulary=vocabulary,
         weights=f"{str(drafter.dtype).removeprefix('torch.')}, {size / 1e6:.0f} MB",
-        data=data or "responses that the target wrote itself (`dspark regenerate`).",
+        data=data or "Responses that the target wrote itself (`dspark regenerate`).",
         figures=figures(source),
     )
 
@@ -201,6 +203,9 @@ def main(argv: list[str] | None = None) -> int:
             keys = ("dtype", "name", "license", "data", "target_name")
             publish(args.drafter, args.output, **{key: getattr(args, key) for key in keys})
             print(f"written: {args.output}, complete as a Hub repo")
+            named = json.loads((args.output / "config.json").read_text(encoding="utf-8"))["target_name_or_path"]
+            if named and Path(named).exists():
+                print(f"note: card and config name the target by its folder {named}; `--target-name` gives its Hub id")
         else:
             publish_serving(args)
         if args.push:

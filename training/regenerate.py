@@ -386,6 +386,13 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"dspark regenerate: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ndspark regenerate: stopped; the same command goes on behind the last line written", file=sys.stderr)
+        return 130
+    print(
+        f"{args.output}: {counts['rows']} rows; this run {counts['tokens']} tokens of the target's, {counts['cut']} "
+        f"responses cut at --max-new-tokens, {counts['too_long']} prompts too long and left out"
+    )
     print(json.dumps(counts))
     return 0
 

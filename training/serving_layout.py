@@ -89,6 +89,7 @@ def write_serving_layout(drafter, folder: Path, target=None) -> list[str]:
         )
     folder.mkdir(parents=True, exist_ok=True)
     save_file(serving_tensors(drafter, target), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     (folder / "config.json").write_text(json.dumps(serving_config(drafter), indent=2) + "\n", encoding="utf-8")
     notes = []
     if config.draft_vocab_size is not None:
@@ -126,8 +127,8 @@ def commands(folder: str, target: str, block_size: int) -> str:
             "SGLang:",
             f"  python -m sglang.launch_server --model-path {target} --speculative-algorithm DSPARK "
             f"--speculative-draft-model-path {folder} --speculative-dspark-block-size {block_size}",
-            "llama.cpp:",
-            f"  python convert_hf_to_gguf.py {folder} --target-model-dir <folder of {target}> --outfile drafter.gguf",
+            "llama.cpp (folders on this machine, not Hub ids):",
+            f"  python convert_hf_to_gguf.py {folder} --target-model-dir {target} --outfile drafter.gguf",
             "  llama-server -m target.gguf -md drafter.gguf --spec-type draft-dspark",
         )
     )

@@ -10,6 +10,7 @@ All arguments of transformers' `TrainingArguments` work; what is here beside the
 
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -70,13 +71,34 @@ def parse(argv: list[str] | None) -> tuple[ModelArguments, DataArguments, DSpark
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         if not Path(argv[0]).is_file():
             raise ValueError(f"{argv[0]}: no such file.")
-        read = parser.parse_json_file if argv[0].endswith(".json") else parser.parse_yaml_file
-        values = read(argv[0])
         if argv[1:] not in ([], ["--resume"]):
             raise ValueError(f"beside a file of settings only `--resume` is taken, not {argv[1:]}.")
+        try:
+            values = parser.parse_dict(read_settings(Path(argv[0])))
+        except TypeError as error:  # a required setting that is not there
+            raise ValueError(f"{argv[0]}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{argv[0]}: {error}") from error
         values[1].resume |= argv[1:] == ["--resume"]
         return values
     return parser.parse_args_into_dataclasses(argv)
+
+
+def read_settings(path: Path) -> dict:
+    """The settings in a YAML or JSON file. YAML takes `1e-3` for text; it is read as the number it looks like."""
+    import yaml
+
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML ({error}).") from error
+    if not isinstance(settings, dict):
+        raise ValueError("not a list of `name: value`.")
+    number = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+    return {
+        key: float(value) if isinstance(value, str) and number.fullmatch(value) else value
+        for key, value in settings.items()
+    }
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -104,11 +126,17 @@ def resume_point(args: DSparkTrainingArguments, resume: bool) -> Path | str | No
     newest = newest_checkpoint(folder) if folder.is_dir() else None
     if resume or args.resume_from_checkpoint:
         if newest is None:
-            raise ValueError(f"`--resume`: {folder} holds no complete checkpoint. Start without it.")
+            raise ValueError(
+                f"`--resume`: {folder} holds no complete checkpoint. Empty the folder, or give another, and start "
+                "without `--resume`."
+            )
         return newest
-    earlier = newest is not None or (folder / "config.json").exists() or any(folder.glob("checkpoint-*"))
-    if earlier:
+    if newest is not None:
         raise ValueError(f"`--output_dir` {folder} holds an earlier run: pass `--resume`, or give another folder.")
+    if (folder / "config.json").exists() or any(folder.glob("checkpoint-*")):
+        raise ValueError(
+            f"`--output_dir` {folder} holds an earlier run without a complete checkpoint: empty it, or give another."
+        )
     return None
 
 
@@ -120,6 +148,8 @@ def train(
     Raises:
         ValueError: for bad settings or data, before the first step.
     """
+    if args.fsdp or args.deepspeed:
+        raise ValueError("`--fsdp` and `--deepspeed` are not supported: a drafter is small, plain processes do.")
     checkpoint = resume_point(args, data_args.resume)
     tokenizer = AutoTokenizer.from_pretrained(model_args.target)
     if data_args.chat_template:
@@ -153,6 +183,8 @@ def train(
     trainer.log({"process_seconds": round(time.process_time() - started, 1)})
     trainer.save_state()
     trainer.save_model()
+    if args.process_index == 0:
+        print(f"the drafter is in {args.output_dir}; next: dspark calibrate, dspark publish", flush=True)
     return trainer
 
 
@@ -208,6 +240,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"dspark train: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("dspark train: stopped; `--resume` goes on from the newest checkpoint, if there is one", file=sys.stderr)
+        return 130
     return 0
 
 
