@@ -72,7 +72,7 @@ def read_prompts(path: str | os.PathLike, limit: int | None = None) -> list[dict
     if not path.is_file():
         raise ValueError(f'`--prompts` {path}: no such file; give a JSONL file of {{"turns": ["user message"]}}.')
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         if limit is not None and len(prompts) == limit:

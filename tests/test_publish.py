@@ -79,6 +79,22 @@ def test_refusals(trained, tmp_path, capsys):
     (tmp_path / "full" / "letter.txt").write_text("mine")
     assert cli.main(["publish", "--drafter", str(trained), "--output", str(tmp_path / "full")]) == 1
     assert "not empty" in capsys.readouterr().err
+    target = tiny(tmp_path)
+    for layout in ("hub", "deepspec"):
+        for precious in (target, trained):
+            before = (precious / "model.safetensors").read_bytes()
+            options = [
+                "--drafter",
+                str(trained),
+                "--output",
+                str(precious),
+                "--layout",
+                layout,
+                "--target",
+                str(target),
+            ]
+            assert cli.main(["publish", *options]) == 1 and "give another" in capsys.readouterr().err
+            assert (precious / "model.safetensors").read_bytes() == before
     assert cli.main(["publish", "--drafter", str(tmp_path / "none"), "--output", str(tmp_path / "o")]) == 1
 
 
@@ -139,6 +155,17 @@ def test_serving_layout_of_a_reduced_vocabulary(tmp_path, prompt):
     read.cost_table = FLAT_COSTS
     out = target.generate(prompt, assistant_model=read, generation_config=config(max_new_tokens=20))
     assert torch.equal(out, plain(target, prompt, max_new_tokens=20)) and read.statistics.drafted > 0
+
+
+def test_serving_layout_refuses_what_it_cannot_hold(tmp_path):
+    target = make_target()
+    for shape in ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, {"final_logit_softcapping": 3.0}):
+        with pytest.raises(ValueError, match="layout"):
+            serving_layout.write_serving_layout(make_drafter(target, **shape), tmp_path / "s", target)
+    scaled = make_target("gemma3_text")
+    tensors = serving_layout.serving_tensors(make_drafter(scaled), scaled)
+    ids = torch.arange(64)
+    torch.testing.assert_close(tensors["embed_tokens.weight"], scaled.get_input_embeddings()(ids))
 
 
 def test_serving_command(trained, tmp_path, capsys):

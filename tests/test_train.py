@@ -16,6 +16,8 @@ from dspark.training import regenerate as regenerate_function
 from dspark.training.conversations import encode
 from dspark.training.data import Rows
 from dspark.training.new_drafter import draft_vocabulary, new_drafter
+from dspark.training.regenerate import lock
+from dspark.training.train import newest_checkpoint
 
 
 MARKED = (
@@ -149,6 +151,30 @@ def test_regenerate_resumes_at_any_byte(tmp_path):
         regenerate_function(target, tokenizer, PROMPTS, out, **{**settings, "max_new_tokens": 7})
 
 
+def test_regenerate_is_one_plain_answer_a_prompt(tmp_path):
+    """Whatever a model's generation defaults ask for, and however long its neighbours in the batch are."""
+    folder = tiny(tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompts = [{"turns": ["a" * 36]}, {"turns": ["b"]}, {"turns": ["c d"]}]
+    texts = []
+    for batch_size, defaults in ((1, {}), (3, {"num_return_sequences": 2, "num_beams": 2, "max_time": 1e-9})):
+        for name, value in defaults.items():
+            setattr(target.generation_config, name, value)
+        out = tmp_path / f"{batch_size}.jsonl"
+        settings = {"max_new_tokens": 30, "max_length": 50, "temperature": 0.0, "progress": False}
+        regenerate_function(target, tokenizer, prompts, out, batch_size=batch_size, **settings)
+        texts.append(sorted(out.read_text().splitlines()))
+    assert texts[0] == texts[1] and len(texts[0]) == 3
+    with pytest.raises(ValueError, match="prompts"):
+        regenerate_function(target, tokenizer, prompts[::-1], out, batch_size=3, **settings)
+    with open(out, "a") as held:
+        lock(held, out)
+        with pytest.raises(ValueError, match="another run"):
+            regenerate_function(target, tokenizer, prompts, out, batch_size=3, **settings)
+
+
 def test_regenerate_turns_samples_and_limits(tmp_path):
     folder = tiny(tmp_path)
     from transformers import AutoModelForCausalLM
@@ -246,13 +272,41 @@ def test_warm_start_and_vocabulary():
     assert drafter.kept_ids.tolist() == [0, 1, 9, 20, 31, 63]  # the frequent, the end of text, the lowest others
     ours, theirs = drafter.layers[0].self_attn.q_norm.weight, target.model.layers[4].self_attn.q_norm.weight
     assert torch.equal(drafter.layers[0].mlp.up_proj.weight, target.model.layers[4].mlp.up_proj.weight)
-    assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
+    torch.testing.assert_close(ours, theirs)
+    assert ours.data_ptr() != theirs.data_ptr()
     cold = new_drafter(target, num_hidden_layers=2, warm_start=False)
     assert not torch.equal(cold.layers[0].mlp.up_proj.weight, target.model.layers[4].mlp.up_proj.weight)
     with pytest.raises(ValueError, match="token_counts"):
         new_drafter(target, draft_vocab_size=6)
-    offsets = draft_vocabulary(counts, drafter.config)
+    offsets = draft_vocabulary(counts, drafter.config, {63})
     assert (offsets + torch.arange(6)).tolist() == drafter.kept_ids.tolist()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "gpt_neox"])
+def test_warm_start_takes_norms_by_what_they_do(kind):
+    """Gemma multiplies by `1 + w` and has another norm before its MLP; a layer norm is no RMS norm."""
+    target = make_target(kind, num_hidden_layers=4)
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    drafter = new_drafter(target, num_hidden_layers=2)
+    states = torch.randn(1, 5, 32)
+    layer = target.get_decoder().layers[2] if kind != "gpt_neox" else target.gpt_neox.layers[2]
+    before_mlp = "pre_feedforward_layernorm" if kind.startswith("gemma") else "post_attention_layernorm"
+    pairs = {"input_layernorm": "input_layernorm", "post_attention_layernorm": before_mlp}
+    for ours, theirs in pairs.items():
+        module = getattr(drafter.layers[0], ours)
+        if kind == "gpt_neox":
+            assert torch.equal(module.weight, torch.ones(32))
+        else:
+            torch.testing.assert_close(module(states), getattr(layer, theirs)(states), atol=1e-4, rtol=1e-3)
+
+
+def test_more_layers_than_the_target():
+    target = make_target(num_hidden_layers=2)
+    drafter = new_drafter(target, num_hidden_layers=3, target_layer_ids=[0])
+    assert torch.equal(drafter.layers[2].mlp.up_proj.weight, target.model.layers[1].mlp.up_proj.weight)
 
 
 # ---- the command -------------------------------------------------------------------------------------------------
@@ -270,7 +324,7 @@ def test_flags_and_yaml_are_the_same(tmp_path, capsys):
     assert cli.main(["train", str(tmp_path / "c.yaml")]) == 0
     second = DSparkModel.from_pretrained(tmp_path / "again")
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
-    (tmp_path / "c.yaml").write_text("num_ankers: 4\n")
+    (tmp_path / "c.yaml").write_text((tmp_path / "c.yaml").read_text() + "num_ankers: 4\n")
     assert cli.main(["train", str(tmp_path / "c.yaml")]) == 1
     assert "c.yaml" in capsys.readouterr().err
     assert first.config.target_fingerprint == second.config.target_fingerprint is not None
@@ -305,12 +359,34 @@ def test_second_run_asks(tmp_path, capsys):
     assert cli.main(["train", *flags, "--resume"]) == 0
 
 
+def test_resume_of_another_run_is_refused(tmp_path, capsys):
+    """Settings that would make something else of the weights, other data, damaged checkpoints."""
+    flags = arguments(tmp_path, max_steps=4, save_steps=2)
+    assert cli.main(["train", *flags]) == 0
+    out = tmp_path / "out"
+    for more, name in (
+        (["--block_size", "4"], "block_size"),
+        (["--mask_token_id", "5"], "mask_token_id"),
+        (["--num_anchors", "2"], "num_anchors"),
+        (["--train_file", str(write_lines(tmp_path / "x.jsonl", rows_of(tmp_path / "rows.jsonl")[:20]))], "rows"),
+    ):
+        assert cli.main(["train", *flags, *more, "--resume"]) == 1
+        assert name in capsys.readouterr().err
+    (out / "checkpoint-4" / "model.safetensors").write_bytes(b"cut")
+    assert newest_checkpoint(out) == out / "checkpoint-2"
+    (out / "checkpoint-2" / "optimizer.pt").unlink()
+    assert newest_checkpoint(out) is None
+    assert cli.main(["train", *flags, "--resume"]) == 1 and "no complete checkpoint" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"train_file": "nowhere.jsonl"}, "no such file"),
         ({"eval_strategy": "steps"}, "--eval_file"),
         ({"num_anchors": 0}, "num_anchors"),
+        ({"eval_fraction": 1.0}, "eval_fraction"),
+        ({"target_dtype": "float8"}, "target_dtype"),
         ({"target_layer_ids": 9}, "target_layer_ids"),
     ],
 )

@@ -164,8 +164,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folder = Path(args.drafter)
     try:
-        if any(t < 0 for t in args.temperatures):
-            raise ValueError(f"`--temperatures` {args.temperatures}: give 0 for greedy or positive numbers.")
+        if not all(t == 0 or 0.01 <= t <= 10 for t in args.temperatures):
+            raise ValueError(f"`--temperatures` {args.temperatures}: give 0 for greedy, or numbers from 0.01 to 10.")
         check_drafter_folder(folder)
         prompts = [prompt for path in args.prompts for prompt in read_prompts(path, args.num_prompts)]
         target, drafter = load_models(args)

@@ -4,7 +4,10 @@ A drafter is trained on the target's own words only (paper, training: "only the 
 carries a mask `[S]`, 1 on tokens of assistant turns, the end-of-turn token included.
 """
 
+import functools
 import re
+
+from jinja2 import TemplateError
 
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
@@ -12,6 +15,19 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
 
 class ConversationError(ValueError):
     """A row that cannot be used; the message says why."""
+
+
+def names_template_faults(function):
+    """A template may refuse a conversation (a system turn, two user turns) or be faulty: one error for both."""
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except TemplateError as error:
+            raise ConversationError(f"the chat template refuses it ({error})") from error
+
+    return wrapped
 
 
 def require_chat_template(tokenizer) -> None:
@@ -26,6 +42,7 @@ def require_chat_template(tokenizer) -> None:
         )
 
 
+@names_template_faults
 def prompt_ids(tokenizer, messages: list[dict], plain_text: bool = False) -> list[int]:
     """What the target sees before its next turn: the template's rendering with the generation prompt, or the text."""
     if plain_text:
@@ -34,6 +51,7 @@ def prompt_ids(tokenizer, messages: list[dict], plain_text: bool = False) -> lis
     return list(rendered["input_ids"])
 
 
+@names_template_faults
 def encode(tokenizer, messages: list[dict]) -> tuple[list[int], list[int]]:
     """A whole conversation: ids `[S]` and assistant mask `[S]`.
 

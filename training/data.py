@@ -2,6 +2,7 @@
 
 import json
 import os
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -33,12 +34,22 @@ class Rows(Dataset):
     def split(self, fraction: float, seed: int = 0) -> tuple["Rows", "Rows"]:
         """Disjoint `(rest, held out)`, the latter of at least one row."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed)).tolist()
+        if len(self) < 2:
+            raise ValueError("`--eval_fraction` needs at least two rows.")
         count = min(len(self) - 1, max(1, round(fraction * len(self))))
         parts = Rows([]), Rows([])
         parts[0].rows = [self.rows[i] for i in sorted(order[count:])]
         parts[1].rows = [self.rows[i] for i in sorted(order[:count])]
         parts[0].skipped = self.skipped
         return parts
+
+    @property
+    def checksum(self) -> str:
+        """Of all ids and masks, in order."""
+        value = 0
+        for ids, mask in self.rows:
+            value = zlib.crc32(mask.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), value))
+        return f"{value:08x}"
 
     @property
     def supervised_tokens(self) -> int:
@@ -89,7 +100,7 @@ def read_rows(paths, tokenizer, vocab_size: int, max_length: int) -> Rows:
     for path in map(Path, paths):
         if not path.is_file():
             raise ValueError(f"`--train-file` {path}: no such file; `dspark regenerate` makes one.")
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -98,7 +109,7 @@ def read_rows(paths, tokenizer, vocab_size: int, max_length: int) -> Rows:
                     row = json.loads(line)
                     tokenized += isinstance(row, dict) and "input_ids" not in row
                     rows.append(row_tokens(row, tokenizer, vocab_size, max_length))
-                except json.JSONDecodeError:
+                except (json.JSONDecodeError, RecursionError):
                     skipped.add("not JSON", where)
                 except ConversationError as error:
                     skipped.add(str(error), where)

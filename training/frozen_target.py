@@ -38,6 +38,10 @@ class FrozenTarget:
         ours = self.link.target_logits(states)
         theirs = self.target(ids.to(self.device), use_cache=False).logits[..., :vocab_size].float().to(ours.device)
         tolerance = (1e-3 if self.dtype == torch.float32 else 5e-2) * theirs.std()
+        if not torch.isfinite(theirs).all():
+            raise ValueError(
+                f"the target's logits hold NaN or infinity in {self.dtype}: load it in bfloat16 or float32."
+            )
         if not (ours - theirs).abs().max() <= tolerance:
             raise ValueError(
                 f"the logits of {type(self.target).__name__} are not its LM head on its decoder's output (they differ "

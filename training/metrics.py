@@ -85,4 +85,4 @@ def flatten(values: dict[str, torch.Tensor], prefix: str = "") -> dict[str, floa
             flat |= {f"{prefix}{name}_{k}": v for k, v in enumerate(value.tolist(), start=1)}
         else:
             flat[f"{prefix}{name}"] = value.item()
-    return flat
+    return {name: value for name, value in flat.items() if value == value}  # without what nothing was counted for

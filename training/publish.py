@@ -47,13 +47,8 @@ def publish(
     from dspark.training.calibrate import check_drafter_folder
 
     source, output = Path(drafter_folder), Path(output)
-    if output.exists() and output.resolve() == source.resolve():
-        raise ValueError(
-            "`--output` is the drafter's own folder: give another, training's state stays out of the repo."
-        )
-    if output.exists() and any(output.iterdir()) and not (output / "config.json").exists():
-        raise ValueError(f"`--output` {output} is not empty and no drafter's folder: give another.")
     check_drafter_folder(source)
+    check_output(source, output, lambda config: config.get("model_type") == "dspark")
     drafter = DSparkModel.from_pretrained(source, dtype=dtype)
     if target_name is not None:
         drafter.config.target_name_or_path = target_name
@@ -65,8 +60,30 @@ def publish(
         if (source / extra).is_file()
     }
     if not keep_card:
-        extras["README.md"] = render_card(drafter, source, name or output.name, license, data).encode()
+        extras["README.md"] = render_card(drafter, source, name or output.resolve().name, license, data).encode()
     return write_repo(drafter, output, extras)
+
+
+def check_output(source: Path, output: Path, ours) -> None:
+    """
+    Args:
+        ours: whether a `config.json` is what this command writes, so that the folder may be renewed.
+
+    Raises:
+        ValueError: when writing would overwrite anything else.
+    """
+    if output.exists() and output.resolve() == source.resolve():
+        raise ValueError("`--output` is the drafter's own folder: give another.")
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    try:
+        config = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    if not ours(config) or (output / "trainer_state.json").exists() or any(output.glob("checkpoint-*")):
+        raise ValueError(
+            f"`--output` {output} is not empty and was not written by this command with this layout: give another."
+        )
 
 
 def write_repo(drafter, folder: Path, extras: dict[str, bytes] | None = None) -> Path:
@@ -143,8 +160,8 @@ def figures(source: Path) -> str:
     history = json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.is_file() else []
     last = next((entry for entry in reversed(history) if "eval_accepted_length" in entry), None)
     if last:
-        slots = [last[key] for key in sorted(key for key in last if key.startswith("eval_acceptance_"))]
-        by_slot = " ".join(f"{value:.2f}" for value in slots)
+        slots = {int(key.rsplit("_", 1)[1]): last[key] for key in last if key.startswith("eval_acceptance_")}
+        by_slot = " ".join(f"{slots[k]:.2f}" for k in sorted(slots))
         rows += [
             ("accepted length, teacher-forced, temperature 1", f"{last['eval_accepted_length']:.2f} tokens a round"),
             ("acceptance by slot, given the slots before", by_slot),
@@ -221,8 +238,11 @@ def publish_serving(args) -> None:
     from transformers import AutoModelForCausalLM
 
     from dspark.modeling_dspark import DSparkModel
+    from dspark.training.calibrate import check_drafter_folder
     from dspark.training.serving_layout import commands, write_serving_layout
 
+    check_drafter_folder(Path(args.drafter))
+    check_output(Path(args.drafter), args.output, lambda config: config.get("architectures") == ["Qwen3DSparkModel"])
     drafter = DSparkModel.from_pretrained(args.drafter, dtype=args.dtype)
     name = args.target or drafter.config.target_name_or_path
     target = None

@@ -15,11 +15,12 @@ import os
 import random
 import sys
 import time
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from dspark.evaluation.inputs import DTYPES, read_prompts
-from dspark.training.conversations import encode, prompt_ids, require_chat_template
+from dspark.training.conversations import encode, prompt_ids, require_chat_template, template_text
 
 
 SORTED_BATCHES = 16  # conversations are sorted by length within so many batches: little padding, order still mixed
@@ -163,7 +164,9 @@ def regenerate(
     output = Path(output)
     settings = {
         "target": target.config._name_or_path,
-        "prompts": len(prompts),
+        "prompts": f"{len(prompts)}, checksum {checksum(prompts):08x}",
+        "chat_template": None if plain_text else f"checksum {checksum(template_text(tokenizer)):08x}",
+        "dtype": str(target.dtype),
         "max_new_tokens": max_new_tokens,
         "max_length": limit,
         "samples": samples,
@@ -172,8 +175,7 @@ def regenerate(
         "seed": seed,
         **{key: getattr(generation, key) for key in ("do_sample", "temperature", "top_k", "top_p")},
     }
-    done, earlier_seconds = finished(output, settings)
-    started = time.process_time()
+    earlier_seconds, started = 0.0, time.process_time()
 
     def note_seconds() -> float:
         seconds = earlier_seconds + time.process_time() - started
@@ -181,12 +183,15 @@ def regenerate(
         return seconds
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    note_seconds()
-    todo = [(p, s) for s in range(samples) for p in range(len(prompts)) if (p, s) not in done]
-    random.Random(seed).shuffle(todo)
-    counts = {"rows": len(done), "tokens": 0, "cut": 0, "too_long": 0}
-    bar = tqdm(total=len(prompts) * samples, initial=len(done), unit="prompt", disable=not progress)
+    existed = output.exists() and output.stat().st_size > 0
     with open(output, "a", encoding="utf-8") as file:
+        lock(file, output)
+        done, earlier_seconds = finished(output, settings) if existed else (set(), 0.0)
+        note_seconds()
+        todo = [(p, s) for s in range(samples) for p in range(len(prompts)) if (p, s) not in done]
+        random.Random(seed).shuffle(todo)
+        counts = {"rows": len(done), "tokens": 0, "cut": 0, "too_long": 0}
+        bar = tqdm(total=len(prompts) * samples, initial=len(done), unit="prompt", disable=not progress)
         for batch in sorted_batches(todo, [sum(map(len, p["turns"])) for p in prompts], batch_size):
             conversations = [Conversation(p, s, prompts[p]["turns"], system) for p, s in batch]
             answer(target, tokenizer, conversations, generation, limit, plain_text, seed)
@@ -202,16 +207,40 @@ def regenerate(
             note_seconds()
             bar.update(len(batch))
             bar.set_postfix(tokens=counts["tokens"])
-    bar.close()
+        bar.close()
     return {**counts, "process_seconds": round(note_seconds(), 3)}
+
+
+def checksum(value) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def lock(file, output: Path) -> None:
+    """Hold a file for this process, where the system can; the lock goes with the process.
+
+    Raises:
+        ValueError: when another run writes to it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ValueError(f"`--output` {output}: another run is writing to it.") from error
 
 
 def generation_settings(target, tokenizer, max_new_tokens, temperature, top_k, top_p):
     """The target's generation defaults, with what the caller asked for in their place."""
     settings = copy.deepcopy(target.generation_config)
     settings.max_new_tokens, settings.max_length = max_new_tokens, None
+    # One plain continuation a prompt, whatever else a model's defaults ask for.
+    settings.num_return_sequences = settings.num_beams = 1
+    settings.return_dict_in_generate = False
+    settings.max_time, settings.guidance_scale = float("inf"), 1.0  # for None the host would take the model's own
     if temperature is not None:
-        if temperature < 0:
+        if not 0 <= temperature < float("inf"):
             raise ValueError(f"`--temperature` is {temperature}: give 0 for greedy or a positive number.")
         settings.do_sample = temperature > 0
         settings.temperature = temperature or None
@@ -286,26 +315,37 @@ def answer(target, tokenizer, conversations: list[Conversation], generation, lim
             masks.append(earlier_mask(tokenizer, c.messages, ids) if turn else [0] * len(ids))
         if not active:
             return
-        width = max(map(len, prompts))
-        inputs = torch.full((len(active), width), generation.pad_token_id)
-        attention = torch.zeros_like(inputs)
-        for row, ids in enumerate(prompts):
-            inputs[row, width - len(ids) :] = torch.tensor(ids)
-            attention[row, width - len(ids) :] = 1
-        settings = copy.deepcopy(generation)
-        settings.max_new_tokens = min(generation.max_new_tokens, limit - width)
-        torch.manual_seed(hash((seed, active[0].prompt, active[0].sample, turn)) % 2**31)
-        with torch.inference_mode():
-            out = target.generate(
-                input_ids=inputs.to(target.device),
-                attention_mask=attention.to(target.device),
-                generation_config=settings,
-            )
-        for c, ids, mask, new in zip(active, prompts, masks, out[:, width:].tolist()):
-            end = next((i + 1 for i, token in enumerate(new) if token in eos), None)
-            response = new[:end]
-            text = tokenizer.decode(response[:-1] if end else response, skip_special_tokens=True)
-            c.add(ids, mask, response, text, end is not None)
+        # A row near the limit is answered alone: beside longer ones its answer would be cut short.
+        fitting = [i for i, ids in enumerate(prompts) if len(ids) + generation.max_new_tokens <= limit]
+        alone = [[i] for i in range(len(prompts)) if i not in fitting]
+        for part in [fitting, *alone] if fitting else alone:
+            torch.manual_seed(zlib.crc32(repr((seed, active[part[0]].prompt, active[part[0]].sample, turn)).encode()))
+            for i, new in zip(part, continuations(target, [prompts[i] for i in part], generation, limit)):
+                end = next((i + 1 for i, token in enumerate(new) if token in eos), None)
+                response = new[:end]
+                text = tokenizer.decode(response[:-1] if end else response, skip_special_tokens=True)
+                active[i].add(prompts[i], masks[i], response, text, end is not None)
+
+
+def continuations(target, prompts: list[list[int]], generation, limit: int) -> list[list[int]]:
+    """What the target writes behind prompts, as one batch padded on the left; behind an end of text is padding."""
+    import torch
+
+    width = max(map(len, prompts))
+    inputs = torch.full((len(prompts), width), generation.pad_token_id)
+    attention = torch.zeros_like(inputs)
+    for row, ids in enumerate(prompts):
+        inputs[row, width - len(ids) :] = torch.tensor(ids)
+        attention[row, width - len(ids) :] = 1
+    settings = copy.deepcopy(generation)
+    settings.max_new_tokens = min(generation.max_new_tokens, limit - width)
+    with torch.inference_mode():
+        out = target.generate(
+            input_ids=inputs.to(target.device),
+            attention_mask=attention.to(target.device),
+            generation_config=settings,
+        )
+    return out[:, width:].tolist()
 
 
 def earlier_mask(tokenizer, messages: list[dict], ids: list[int]) -> list[int]:

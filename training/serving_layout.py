@@ -44,6 +44,7 @@ def serving_config(drafter) -> dict:
     return config
 
 
+@torch.no_grad()
 def serving_tensors(drafter, target=None) -> dict[str, torch.Tensor]:
     """DeepSpec's tensor names. A reduced vocabulary is spread over the full one, with no bias for ids outside it.
 
@@ -57,7 +58,9 @@ def serving_tensors(drafter, target=None) -> dict[str, torch.Tensor]:
         full[drafter.kept_ids] = reduced
         tensors["markov_head.markov_w2.weight"] = full
     if target is not None and drafter.embed_tokens is None:
-        tensors["embed_tokens.weight"] = target.get_input_embeddings().weight
+        embedding = target.get_input_embeddings()  # called, for a scale that lives in it
+        ids = torch.arange(drafter.config.vocab_size, device=embedding.weight.device)
+        tensors["embed_tokens.weight"] = embedding(ids)
         tensors["lm_head.weight"] = target.get_output_embeddings().weight
     rows = drafter.config.vocab_size
     for name in ("embed_tokens.weight", "lm_head.weight"):
@@ -81,8 +84,12 @@ def write_serving_layout(drafter, folder: Path, target=None) -> list[str]:
     from safetensors.torch import save_file
 
     config = drafter.config
-    if not config.use_qk_norm or config.mlp_bias or config.logit_scale != 1.0:
-        raise ValueError("the DeepSpec layout has QK-norm, no MLP bias and no logit scale; this drafter differs.")
+    if not config.use_qk_norm or config.mlp_bias or config.logit_scale != 1.0 or config.final_logit_softcapping:
+        raise ValueError("the layout has QK-norm, no MLP bias, no logit scale and no soft-cap; this drafter differs.")
+    if "sliding_attention" in config.layer_types:
+        raise ValueError("the layout's readers make sliding layers causal; this drafter's blocks look both ways.")
+    if target is not None and getattr(target.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError("the target's LM head has a bias, which the layout cannot hold: use `--slim`.")
     if "dflash" in folder.name.lower():
         raise ValueError(
             f"`--output` {folder.name}: vLLM takes a name with 'dflash' for another method; choose another."
@@ -105,8 +112,6 @@ def write_serving_layout(drafter, folder: Path, target=None) -> list[str]:
         notes.append(f"A {config.markov_head_type} head is read by SGLang only.")
     if not config.enable_confidence_head:
         notes.append("Without a confidence head engines verify whole blocks.")
-    if "sliding_attention" in config.layer_types:
-        notes.append("vLLM and SGLang make sliding layers causal within the block unless `is_causal` overrides it.")
     if config.confidence_temperatures:
         # SGLang takes one set; the regime nearest to temperature 1, the engines' usual one.
         regime = min(config.confidence_temperatures, key=lambda key: abs(float(key) - 1.0))

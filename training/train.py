@@ -10,15 +10,16 @@ All arguments of transformers' `TrainingArguments` work; what is here beside the
 
 import json
 import os
-import re
 import sys
 import time
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.utils import logging
 
+from dspark.evaluation.inputs import DTYPES
 from dspark.modeling_dspark import DSparkModel
 from dspark.training.data import Rows, read_rows
 from dspark.training.new_drafter import new_drafter
@@ -74,9 +75,7 @@ def parse(argv: list[str] | None) -> tuple[ModelArguments, DataArguments, DSpark
         if argv[1:] not in ([], ["--resume"]):
             raise ValueError(f"beside a file of settings only `--resume` is taken, not {argv[1:]}.")
         try:
-            values = parser.parse_dict(read_settings(Path(argv[0])))
-        except TypeError as error:  # a required setting that is not there
-            raise ValueError(f"{argv[0]}: {error}") from error
+            values = parser.parse_args_into_dataclasses(read_settings(Path(argv[0])), look_for_args_file=False)
         except ValueError as error:
             raise ValueError(f"{argv[0]}: {error}") from error
         values[1].resume |= argv[1:] == ["--resume"]
@@ -84,8 +83,8 @@ def parse(argv: list[str] | None) -> tuple[ModelArguments, DataArguments, DSpark
     return parser.parse_args_into_dataclasses(argv)
 
 
-def read_settings(path: Path) -> dict:
-    """The settings in a YAML or JSON file. YAML takes `1e-3` for text; it is read as the number it looks like."""
+def read_settings(path: Path) -> list[str]:
+    """The settings in a YAML or JSON file as the flags they stand for, so that both are read and refused alike."""
     import yaml
 
     try:
@@ -94,24 +93,76 @@ def read_settings(path: Path) -> dict:
         raise ValueError(f"not YAML ({error}).") from error
     if not isinstance(settings, dict):
         raise ValueError("not a list of `name: value`.")
-    number = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-    return {
-        key: float(value) if isinstance(value, str) and number.fullmatch(value) else value
-        for key, value in settings.items()
-    }
+    flags = []
+    for key, value in settings.items():
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{key}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
+    return flags
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint: a killed run may leave one without its state, which the host writes last."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[-1].isdigit()]
     for path in sorted(found, key=lambda path: -int(path.name.split("-")[-1])):
-        try:
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            logger.warning(f"{path} is not complete and is passed over.")
-            continue
-        return path
+        if is_complete(path):
+            return path
+        logger.warning(f"{path} is not complete and is passed over.")
     return None
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether weights, optimiser, schedule and state are all there and whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        for weights in checkpoint.glob("*.safetensors"):
+            with safe_open(weights, "pt") as file:
+                file.keys()
+    except (OSError, ValueError, SafetensorError):
+        return False
+    parts = [checkpoint / name for name in ("optimizer.pt", "scheduler.pt", *rng_files(checkpoint))]
+    weighted = any(checkpoint.glob("*.safetensors"))
+    return weighted and "global_step" in (state or {}) and all(zipfile.is_zipfile(part) for part in parts)
+
+
+def rng_files(checkpoint: Path) -> list[str]:
+    return [path.name for path in checkpoint.glob("rng_state*.pth")] or ["rng_state.pth"]
+
+
+def run_settings(drafter: DSparkModel, rows: Rows, args: DSparkTrainingArguments) -> dict:
+    """What has to stay as it is over a resume: the drafter's config, the data, the anchors."""
+    config = drafter.config.to_dict()
+    keys = ("block_size", "draft_vocab_size", "hidden_size", "num_hidden_layers", "target_layer_ids", "mask_token_id")
+    keys += ("markov_rank", "markov_head_type", "target_fingerprint")
+    return {
+        **{key: config[key] for key in keys},
+        "training rows": rows.checksum,
+        "num_anchors": args.num_anchors,
+        "seed": args.seed,
+    }
+
+
+def check_same_run(folder: Path, settings: dict, resumed: bool) -> None:
+    """Note a run's settings in its folder, or compare with those noted.
+
+    Raises:
+        ValueError: when a resumed run differs; names what.
+    """
+    path = folder / "dspark_run.json"
+    if resumed and path.is_file():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        for key, value in settings.items():
+            if earlier.get(key) != value:
+                raise ValueError(
+                    f"`--resume`: {key} was {earlier.get(key)!r} when the run in {folder} began, now it is {value!r}. "
+                    "Resume with the same, or start in another folder (`--drafter` takes the checkpoint's weights)."
+                )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def resume_point(args: DSparkTrainingArguments, resume: bool) -> Path | str | None:
@@ -120,7 +171,9 @@ def resume_point(args: DSparkTrainingArguments, resume: bool) -> Path | str | No
     Raises:
         ValueError: when the folder holds an earlier run and nobody said what to do with it, or holds none to resume.
     """
-    if args.resume_from_checkpoint and args.resume_from_checkpoint not in ("True", "true"):
+    if args.resume_from_checkpoint and args.resume_from_checkpoint not in (True, "True", "true"):
+        if not is_complete(Path(args.resume_from_checkpoint)):
+            raise ValueError(f"`--resume_from_checkpoint` {args.resume_from_checkpoint} is no complete checkpoint.")
         return args.resume_from_checkpoint
     folder = Path(args.output_dir)
     newest = newest_checkpoint(folder) if folder.is_dir() else None
@@ -154,7 +207,11 @@ def train(
     tokenizer = AutoTokenizer.from_pretrained(model_args.target)
     if data_args.chat_template:
         tokenizer.chat_template = Path(data_args.chat_template).read_text(encoding="utf-8")
+    if model_args.target_dtype not in DTYPES:
+        raise ValueError(f"`--target_dtype` is {model_args.target_dtype!r}: choose one of {DTYPES}.")
     target = AutoModelForCausalLM.from_pretrained(model_args.target, dtype=model_args.target_dtype).to(args.device)
+    if not 0 <= data_args.eval_fraction < 1:
+        raise ValueError(f"`--eval_fraction` is {data_args.eval_fraction}: give a share from 0 to below 1.")
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     rows = read_rows(data_args.train_file, tokenizer, vocab_size, data_args.max_length)
     held_out = None
@@ -169,6 +226,8 @@ def train(
     if args.process_index == 0:
         size = sum(p.numel() for p in drafter.parameters())
         print(f"drafter: {size / 1e6:.1f} M parameters, vocabulary {drafter.config.output_vocab_size}", flush=True)
+    if args.process_index == 0:
+        check_same_run(Path(args.output_dir), run_settings(drafter, rows, args), checkpoint is not None)
     trainer = DSparkTrainer(
         model=drafter,
         args=args,
@@ -206,7 +265,15 @@ def say_what_is_read(rows: Rows, held_out: Rows | None, args) -> None:
 def build_drafter(model_args: ModelArguments, target, tokenizer, rows: Rows, args) -> DSparkModel:
     """The drafter to train, in fp32: its optimiser needs the digits."""
     if model_args.drafter is not None:
-        return DSparkModel.from_pretrained(model_args.drafter, dtype="float32")
+        drafter = DSparkModel.from_pretrained(model_args.drafter, dtype="float32")
+        for key in ("num_hidden_layers", "block_size", "draft_vocab_size", "markov_rank", "markov_head_type"):
+            given, default = getattr(model_args, key), ModelArguments.__dataclass_fields__[key].default
+            if given not in (default, getattr(drafter.config, key)):
+                raise ValueError(
+                    f"`--{key}` {given}: `--drafter` {model_args.drafter} has {getattr(drafter.config, key)}, and the "
+                    "shape of a trained drafter does not change. Leave it out, or start a new one."
+                )
+        return drafter
     optional = {
         key: getattr(model_args, key)
         for key in ("target_layer_ids", "mask_token_id")

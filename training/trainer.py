@@ -27,6 +27,11 @@ from dspark.training.metrics import Metrics, block_metrics, confidence_metrics, 
 
 logger = logging.get_logger(__name__)
 
+NO_MASKS = (
+    "rows have no `assistant_masks` as long as their `input_ids`: give {'input_ids': [...], 'assistant_masks': [...]} "
+    "with 1 on the tokens the target wrote (`dspark regenerate` and `dspark.training.read_rows` make them)."
+)
+
 
 @dataclass
 class DSparkTrainingArguments(TrainingArguments):
@@ -53,7 +58,7 @@ class DSparkTrainingArguments(TrainingArguments):
             if value is not None and value <= 0:
                 raise ValueError(f"`{name}` is {value}: give a positive number.")
         for name in ("loss_weight_ce", "loss_weight_tv", "loss_weight_confidence"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"`{name}` is {getattr(self, name)}: give 0 to switch the term off, or more.")
         # The context enters every layer beside its input, which the reentrant variant does not see.
         self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(self.gradient_checkpointing_kwargs or {})}
@@ -70,6 +75,9 @@ class ConversationCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        for row in rows:
+            if "assistant_masks" not in row or len(row["assistant_masks"]) != len(row["input_ids"]):
+                raise ValueError(NO_MASKS)
         lengths = [len(row["input_ids"]) for row in rows]
         ids = torch.full((len(rows), max(lengths)), self.pad_token_id)
         masks = torch.zeros_like(ids)
@@ -128,10 +136,7 @@ class DSparkTrainer(Trainer):
     def blocks_of(self, inputs: dict[str, torch.Tensor], epoch: int) -> Blocks:
         """The blocks of a batch, drawn for an epoch."""
         if "assistant_masks" not in inputs:
-            raise ValueError(
-                "rows have no `assistant_masks`: give {'input_ids': [...], 'assistant_masks': [...]}, 1 on the tokens "
-                "the target wrote (`dspark regenerate` and `dspark.training.read_rows` make them)."
-            )
+            raise ValueError(NO_MASKS)
         ids, masks = inputs["input_ids"].cpu().numpy(), inputs["assistant_masks"].cpu().numpy()
         anchors = [
             sample_anchors(row[:length].astype(np.int64), mask[:length], self.args.num_anchors, self.args.seed, epoch)
@@ -184,11 +189,17 @@ class DSparkTrainer(Trainer):
         device = drafter.device
         ids, blocks = ids.to(device), blocks.to(device)
         features, states = self.frozen.run(ids, device)
+        if not (torch.isfinite(features).all() and torch.isfinite(states).all()):
+            raise ValueError(
+                f"the target's hidden states hold NaN or infinity in {self.frozen.dtype}: load it in bfloat16."
+            )
         hidden = draft_hidden(model, drafter, link, features, ids, blocks)  # [B, A, G, H]
         head_features, confidence = head_outputs(drafter, hidden, blocks.tokens(ids, 0))
 
         # Supervised slots only, in order of the position whose state predicts their label.
         supervised = blocks.supervised.flatten()
+        if not supervised.any():  # nothing of the target's in this batch
+            return hidden.sum() * 0.0 + sum(p.sum() * 0.0 for p in drafter.parameters() if p.requires_grad)
         rows = (blocks.slots + torch.arange(len(ids), device=device)[:, None, None] * ids.shape[1]).flatten()
         chosen = supervised.nonzero().squeeze(1)
         chosen = chosen[rows[chosen].argsort(stable=True)]
