@@ -56,12 +56,22 @@ def test_slots_are_fitted_from_left_to_right():
     assert temperatures[1] == pytest.approx(1.0, rel=0.2) and abs(np.log(alone)) > 0.3
 
 
+def test_noise_is_not_fitted():
+    """Well-calibrated rounds keep temperatures near 1, and slots nearly never reached keep 1."""
+    for seed in range(3):
+        rounds = made_up_rounds(1000, [1.0, 1.0], seed)
+        rare = Rounds(np.c_[rounds.logits, np.full(1000, -6.0)], rounds.accepted)
+        temperatures = fit_temperatures(rare)
+        assert all(0.7 < t < 1.4 for t in temperatures) and temperatures[2] == 1.0
+
+
 def test_ece_and_its_floor():
     assert ece(np.array([0.9, 0.9]), np.array([True, False])) == pytest.approx(0.4)
-    probability = np.random.default_rng(0).random(2000)
-    floor = noise_floor(probability)
+    probability = np.random.default_rng(7).random(2000)
+    floor, spread = noise_floor(probability)
     assert 0.01 < floor < 0.04
-    assert noise_floor(np.tile(probability, 16)) < floor / 2
+    assert 0 < spread < floor / 2
+    assert noise_floor(np.tile(probability, 16))[0] < floor / 2
 
 
 def test_cut_drafts_do_not_count():

@@ -212,7 +212,7 @@ def test_a_target_without_a_template(tmp_path, capsys):
 
 
 def test_prompts_of_datasets():
-    from dspark.training.regenerate import load_prompts, user_turns
+    from dspark.training.prompts import load_prompts, user_turns
 
     assert user_turns({"prompt": "x"}) == ["x"]
     assert user_turns({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}) == ["q"]

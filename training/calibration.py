@@ -13,7 +13,8 @@ import numpy as np
 
 ECE_BINS = 15
 GRID = np.exp(np.linspace(np.log(0.2), np.log(8.0), 149))  # relative steps of 2.5 %, 1.0 about in the middle
-LEAST_ROUNDS = 200  # a slot seen less often keeps the temperature of the slot before
+LEAST_ROUNDS = 200  # to fit at all
+LEAST_OUTCOMES = 20  # of either kind; a slot with fewer keeps temperature 1
 
 
 @dataclass
@@ -55,15 +56,19 @@ def ece(probability: np.ndarray, event: np.ndarray, bins: int = ECE_BINS) -> flo
     return float(np.abs(gap).sum() / max(1, len(probability)))
 
 
-def noise_floor(probability: np.ndarray, repeats: int = 200, seed: int = 0) -> float:
-    """ECE that a perfect predictor has at this sample: events drawn from the predicted probabilities themselves."""
+def noise_floor(probability: np.ndarray, repeats: int = 200, seed: int = 0) -> tuple[float, float]:
+    """ECE that a perfect predictor has at this sample, mean and standard deviation: events drawn from the predicted
+    probabilities themselves."""
     generator = np.random.default_rng(seed)
     draws = [ece(probability, generator.random(len(probability)) < probability) for _ in range(repeats)]
-    return float(np.mean(draws))
+    return float(np.mean(draws)), float(np.std(draws))
 
 
 def fit_temperatures(rounds: Rounds) -> list[float]:
     """Temperatures `[G]` by sequential temperature scaling, slot after slot.
+
+    The ECE of a few thousand rounds is noisy, so its lowest point is not taken as it comes: of the temperatures within
+    one standard deviation of the least error (that of a perfect predictor's error here), the one nearest to 1.
 
     Raises:
         ValueError: when there are too few rounds to fit even the first slot.
@@ -77,13 +82,12 @@ def fit_temperatures(rounds: Rounds) -> list[float]:
     before = np.ones(len(rounds))
     for slot in range(rounds.logits.shape[1]):
         seen = rounds.seen(slot)
-        if seen.sum() < LEAST_ROUNDS:
-            best = temperatures[-1]
-        else:
-            logit, event, prefix = rounds.logits[seen, slot], rounds.survived(slot)[seen], before[seen]
+        logit, event, prefix = rounds.logits[seen, slot], rounds.survived(slot)[seen], before[seen]
+        best = 1.0
+        if LEAST_OUTCOMES <= event.sum() <= len(event) - LEAST_OUTCOMES:
             errors = np.array([ece(prefix * sigmoid(logit / t), event) for t in GRID])
-            # Where errors are equal up to the grain of the sample, the temperature nearest to none.
-            close = np.flatnonzero(errors <= errors.min() + 0.25 / len(event))
+            _, spread = noise_floor(prefix * sigmoid(logit / GRID[errors.argmin()]), repeats=50)
+            close = np.flatnonzero(errors <= errors.min() + spread)
             best = float(GRID[close[np.abs(np.log(GRID[close])).argmin()]])
         temperatures.append(round(best, 4))
         before = before * sigmoid(rounds.logits[:, slot] / temperatures[-1])
@@ -110,7 +114,7 @@ def assess(rounds: Rounds, temperatures: list[float]) -> dict:
         result["survived"].append(float(event[seen].mean()) if seen.any() else None)
         result["ece_before"].append(ece(raw[seen, slot], event[seen]))
         result["ece_after"].append(ece(calibrated[seen, slot], event[seen]))
-        result["noise_floor"].append(noise_floor(calibrated[seen, slot]))
+        result["noise_floor"].append(noise_floor(calibrated[seen, slot])[0])
         reached = seen & (rounds.accepted >= slot)
         both = 0 < event[reached].sum() < reached.sum()
         for name, temperature in (("auc_before", 1.0), ("auc_after", temperatures[slot])):
