@@ -359,6 +359,19 @@ def test_second_run_asks(tmp_path, capsys):
     assert cli.main(["train", *flags, "--resume"]) == 0
 
 
+def test_resume_of_a_run_killed_behind_its_last_step(tmp_path):
+    """All steps taken, the drafter not yet saved: it is saved, no step is added."""
+    flags = arguments(tmp_path, max_steps=4, save_steps=2)
+    assert cli.main(["train", *flags]) == 0
+    out = tmp_path / "out"
+    before = (out / "model.safetensors").read_bytes()
+    for name in ("model.safetensors", "config.json", "trainer_state.json"):
+        (out / name).unlink()
+    assert cli.main(["train", *flags, "--resume"]) == 0
+    assert (out / "model.safetensors").read_bytes() == before
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 4
+
+
 def test_resume_of_another_run_is_refused(tmp_path, capsys):
     """Settings that would make something else of the weights, other data, damaged checkpoints."""
     flags = arguments(tmp_path, max_steps=4, save_steps=2)

@@ -16,7 +16,7 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainerState
 from transformers.utils import logging
 
 from dspark.evaluation.inputs import DTYPES
@@ -28,6 +28,7 @@ from dspark.training.trainer import ConversationCollator, DSparkTrainer, DSparkT
 
 logger = logging.get_logger(__name__)
 
+STATE = "trainer_state.json"  # of a checkpoint; the host's name
 FEW_TOKENS = 100_000  # of the target's; a drafter trained on less is accepted little outside its training text
 
 
@@ -117,7 +118,7 @@ def is_complete(checkpoint: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
     try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         for weights in checkpoint.glob("*.safetensors"):
             with safe_open(weights, "pt") as file:
                 file.keys()
@@ -238,7 +239,12 @@ def train(
         callbacks=callbacks,
     )
     started = time.process_time()
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    reached = None if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint) / STATE))
+    if reached is not None and 0 < args.max_steps <= reached.global_step:  # the host would take a step beyond
+        drafter.load_state_dict(DSparkModel.from_pretrained(checkpoint, dtype="float32").state_dict())
+        trainer.state = reached
+    else:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.log({"process_seconds": round(time.process_time() - started, 1)})
     trainer.save_state()
     trainer.save_model()
