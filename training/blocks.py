@@ -62,6 +62,10 @@ class Blocks:
         """Positions of the slots `[B, A, G]`; also those of their previous tokens and of the target's states."""
         return self.anchors[..., None] + torch.arange(self.supervised.shape[-1], device=self.anchors.device)
 
+    def rows(self, length: int) -> torch.LongTensor:
+        """`slots` as rows of the batch's positions in one line, `[B S]`: `[B, A, G]`."""
+        return self.slots + torch.arange(len(self.anchors), device=self.anchors.device)[:, None, None] * length
+
     def tokens(self, ids: torch.LongTensor, shift: int) -> torch.LongTensor:
         """`[B, A, G]` tokens of the sequences `[B, S]`, `shift` positions behind each slot: 0 previous, 1 label."""
         rows = torch.arange(len(ids), device=ids.device)[:, None, None]

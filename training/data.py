@@ -96,7 +96,7 @@ def read_rows(paths, tokenizer, vocab_size: int, max_length: int) -> Rows:
         ValueError: when a file is not there or no row can be used.
     """
     paths = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-    rows, skipped, tokenized = [], Skipped(), 0
+    rows, skipped = [], Skipped()
     for path in map(Path, paths):
         if not path.is_file():
             raise ValueError(f"`--train-file` {path}: no such file; `dspark regenerate` makes one.")
@@ -107,7 +107,6 @@ def read_rows(paths, tokenizer, vocab_size: int, max_length: int) -> Rows:
                 where = f"{path.name}:{number}"
                 try:
                     row = json.loads(line)
-                    tokenized += isinstance(row, dict) and "input_ids" not in row
                     rows.append(row_tokens(row, tokenizer, vocab_size, max_length))
                 except (json.JSONDecodeError, RecursionError):
                     skipped.add("not JSON", where)

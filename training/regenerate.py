@@ -37,8 +37,6 @@ def finished(output: Path, settings: dict) -> tuple[set[tuple[int, int]], float]
     Raises:
         ValueError: when the file was made with other settings, or is none of ours.
     """
-    if not output.exists():
-        return set(), 0.0
     path = settings_path(output)
     if not path.is_file():
         raise ValueError(f"`--output` {output} exists and has no {path.name} beside it: give another file.")

@@ -46,13 +46,12 @@ class StepCost:
     """The three timed calls on one batch."""
 
     def __init__(self, trainer, batch: dict[str, torch.Tensor]):
-        self.trainer, self.batch = trainer, batch
+        self.trainer = trainer
         self.ids = batch["input_ids"].to(trainer.drafter.device)
         self.blocks = trainer.blocks_of(batch, 0).to(self.ids.device)
         self.denominators = trainer.denominators(self.blocks, self.ids)
-        rows = torch.arange(len(self.ids), device=self.ids.device)[:, None, None] * self.ids.shape[1]
-        self.label_rows = (self.blocks.slots + rows)[self.blocks.supervised].unique()
-        self.features, self.states = trainer.frozen.run(self.ids, self.ids.device)
+        self.label_rows = self.blocks.rows(self.ids.shape[1])[self.blocks.supervised].unique()
+        self.features, _ = trainer.frozen.run(self.ids, self.ids.device)
         self.chunk = max(1, 2**22 // trainer.drafter.config.output_vocab_size)
 
     @property

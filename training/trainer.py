@@ -116,7 +116,6 @@ class DSparkTrainer(Trainer):
         kwargs.setdefault("data_collator", ConversationCollator())
         self.anchor_epoch = 0
         self._metrics, self._eval_metrics = Metrics(), Metrics()
-        self._sampled: dict[int, Blocks] = {}
         drafter = drafter_of(model)
         for module in (drafter.embed_tokens, drafter.lm_head):
             if module is not None:
@@ -200,7 +199,7 @@ class DSparkTrainer(Trainer):
         supervised = blocks.supervised.flatten()
         if not supervised.any():  # nothing of the target's in this batch
             return hidden.sum() * 0.0 + sum(p.sum() * 0.0 for p in drafter.parameters() if p.requires_grad)
-        rows = (blocks.slots + torch.arange(len(ids), device=device)[:, None, None] * ids.shape[1]).flatten()
+        rows = blocks.rows(ids.shape[1]).flatten()
         chosen = supervised.nonzero().squeeze(1)
         chosen = chosen[rows[chosen].argsort(stable=True)]
 
