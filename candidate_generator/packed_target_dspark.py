@@ -38,11 +38,11 @@ class Verified:
 
     Attributes:
         logits: `[N, V]`, those asked for, request by request; `None` if none were.
-        features: `[T, F]` of all packed tokens, request by request.
+        features: `[T, F]` of all packed tokens, request by request; `None` where nothing is tapped.
     """
 
     logits: torch.Tensor | None
-    features: torch.Tensor
+    features: torch.Tensor | None
 
 
 class SlotLayer(DynamicLayer):
@@ -174,6 +174,19 @@ class PackedTarget:
             self.slots.lengths[row] += len(ids)
         return verified
 
+    def time_at(self, rows: list[int], context: int, block: int, timed) -> float:
+        """Seconds of a forward of `block` tokens a slot behind `context` tokens of zeros; for profiles."""
+        vocabulary = self.text_config.vocab_size
+        tokens = [[(row + j) % vocabulary for j in range(block)] for row in rows]
+
+        def run():
+            for row in rows:
+                self.slots.lengths[row] = 0 if self.backend == "loop" else context
+                self._own.pop(row, None)
+            self.verify(rows, tokens, [block] * len(rows))
+
+        return timed(run)
+
     def _verify_packed(self, taps, packing: Packing, tokens, keep) -> Verified:
         device = packing.token_rows.device
         ids = torch.tensor([[i for t in tokens for i in t]], device=device)
@@ -191,7 +204,10 @@ class PackedTarget:
             logits = self.target(**arguments).logits[0]
         if not self.short:
             logits = logits[wanted]
-        return Verified(logits if any(keep) else None, taps.take()[0])
+        return Verified(logits if any(keep) else None, self._features(taps))
+
+    def _features(self, taps) -> torch.Tensor | None:
+        return taps.take()[0] if self.layer_ids else None
 
     @contextmanager
     def _packed(self, packing: Packing):
@@ -254,10 +270,11 @@ class PackedTarget:
                 arguments["logits_to_keep"] = max(n, 1)
             taps.clear()
             out = self.target(torch.tensor([ids], device=packing.token_rows.device), **arguments).logits[0]
-            features.append(taps.take()[0])
+            features.append(self._features(taps))
             if n:
                 logits.append(out[-n:])
-        return Verified(torch.cat(logits) if logits else None, torch.cat(features))
+        features = torch.cat(features) if self.layer_ids else None
+        return Verified(torch.cat(logits) if logits else None, features)
 
 
 def choose_backend(packed: PackedTarget) -> str:
