@@ -146,9 +146,10 @@ def refuse_in_batches(target, generation_config, model_kwargs: dict) -> None:
             f"a batch with `{unknown[0]}` cannot be drafted for: call `generate` once a prompt, or drop "
             "`assistant_model`."
         )
-    asked = [n for n in ("scores", "logits", "attentions", "hidden_states") if getattr(generation_config, f"output_{n}")]
+    names = [f"output_{name}" for name in ("scores", "logits", "attentions", "hidden_states")]
+    asked = [name for name in names if getattr(generation_config, name)]
     if generation_config.return_dict_in_generate and asked:
         raise ValueError(
-            f"`output_{asked[0]}` is there for one prompt at a time when drafting: call `generate` once a prompt, or "
+            f"`{asked[0]}` is there for one prompt at a time when drafting: call `generate` once a prompt, or "
             "drop `assistant_model`."
         )

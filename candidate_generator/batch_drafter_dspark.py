@@ -31,9 +31,7 @@ class DraftSlots:
         positions = packing.token_places + torch.tensor(offsets, device=drafter.device)
         states = drafter.context_keys_values(torch.cat(features)[None], positions[None])
         for storage, (key, value) in zip(self.storages, states):
-            storage.write(
-                key[0].transpose(0, 1), value[0].transpose(0, 1), packing.token_rows, packing.token_places
-            )
+            storage.write(key[0].transpose(0, 1), value[0].transpose(0, 1), packing.token_rows, packing.token_places)
         for row, n in zip(rows, packing.counts):
             self.slots.lengths[row] += n
 
@@ -120,8 +118,7 @@ class BatchDrafter:
 
     @torch.no_grad()
     def draft(self, requests: list, width: int) -> Drafts:
-        """One block of `width` slots for each request (see [`Request`]), whose pending features enter the cache first.
-        """
+        """One block of `width` slots for each request (see [`Request`]), whose pending features enter the cache first."""
         drafter, device = self.drafter, self.drafter.device
         rows = [request.draft_slot for request in requests]
         self.cache.add(

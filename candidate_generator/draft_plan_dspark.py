@@ -39,7 +39,9 @@ class DraftPlanner:
 
     WIDTH_STEPS = 8  # steps between choices of the width
 
-    def __init__(self, batch_drafter: BatchDrafter, scheduler: GlobalScheduler, costs: EngineCosts | None, text_config):
+    def __init__(
+        self, batch_drafter: BatchDrafter, scheduler: GlobalScheduler, costs: EngineCosts | None, text_config
+    ):
         self.batch_drafter, self.scheduler, self.costs = batch_drafter, scheduler, costs
         self.block_size = batch_drafter.drafter.config.block_size
         self.reckons = scheduler.kind in ("throughput", "asynchronous")

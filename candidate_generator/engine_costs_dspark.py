@@ -54,7 +54,9 @@ class EngineCosts:
         fine = all(0 < s < float("inf") for s in self.verify.values())
         rest = (*self.draft.values(), self.read, self.cell)
         if not (self.verify and self.draft and fine and all(0 <= s < float("inf") for s in rest)):
-            raise ValueError("costs are seconds: `verify` needs positive finite ones, the others must not be negative.")
+            raise ValueError(
+                "costs are seconds: `verify` needs positive finite ones, the others finite, not negative."
+            )
         self._points = monotone(list(self.verify.items()))
         self._drafts = monotone(list(self.draft.items()))
         self._by_tokens = torch.empty(0, dtype=torch.float64)
@@ -166,7 +168,7 @@ def profile_engine(packed, batch_drafter, key: dict | None = None, seconds: floa
 
 
 def timed(run, device: torch.device, deadline: float, repeats: int = 3) -> float:
-    """The median of a few runs behind one that warms up; of one where time is short."""
+    """The least of a few runs behind one that warms up (other work only ever adds), of one where time is short."""
     samples = []
     while len(samples) <= repeats and (not samples or time.perf_counter() < deadline):
         synchronize(device)
@@ -174,6 +176,4 @@ def timed(run, device: torch.device, deadline: float, repeats: int = 3) -> float
         run()
         synchronize(device)
         samples.append(time.perf_counter() - started)
-    samples = sorted(samples[1:] or samples)
-    return samples[len(samples) // 2]
-
+    return min(samples[1:] or samples)

@@ -87,6 +87,22 @@ class Entry:
     whole: bool
 
 
+@dataclass
+class StepWork:
+    """What a step consisted of, as the table counts it: see [`EngineCosts`]."""
+
+    drafted_slots: int
+    tokens: int
+    requests: int
+    longest: int
+    keys: int
+
+    def price(self, costs: EngineCosts) -> float:
+        """Seconds of the step by a table."""
+        verify = costs.verify_seconds(self.tokens, self.requests, self.longest, self.keys)
+        return costs.draft_seconds(self.drafted_slots) + verify
+
+
 class DSparkEngine:
     """Decodes many requests on one target.
 
@@ -102,6 +118,7 @@ class DSparkEngine:
         max_waiting: more than that are refused.
         max_step_tokens: of one packed forward.
         prefill_chunk: tokens of prompts in one step, so that long prompts do not hold up the others.
+        max_length: of one request, prompt and text; by default what the target's config gives as its positions.
         max_cached_tokens: of all requests together, prompt and text to come; by default no limit.
         costs: what the schedule reckons with; by default the drafter's `cost_table`, else measured once and kept.
         backend: of [`PackedTarget`].
@@ -122,6 +139,7 @@ class DSparkEngine:
         max_waiting: int = 1000,
         max_step_tokens: int = 512,
         prefill_chunk: int = 128,
+        max_length: int | None = None,
         max_cached_tokens: int | None = None,
         costs: EngineCosts | None = None,
         backend: str | None = None,
@@ -157,8 +175,12 @@ class DSparkEngine:
         self.max_requests, self.max_waiting = max_requests, max_waiting
         self.max_step_tokens, self.prefill_chunk = max_step_tokens, prefill_chunk
         self.max_cached_tokens = max_cached_tokens
+        if max_length is None:
+            max_length = getattr(self.packed.text_config, "max_position_embeddings", None)
+        self.max_length = float("inf") if max_length is None else max_length
 
         self.statistics = EngineStatistics()
+        self.last_step: StepWork | None = None
         self.active: list[Request] = []
         self.waiting: deque[Request] = deque()
         self._ids = itertools.count()
@@ -183,6 +205,11 @@ class DSparkEngine:
             EngineFull: when `max_waiting` requests wait.
         """
         request = prepare_request(self.target, self.drafter, input_ids, generation_config, seed, tokenizer, kwargs)
+        if request.max_length > self.max_length:
+            raise ValueError(
+                f"prompt and text may have {request.max_length} tokens together, which is beyond position "
+                f"{int(self.max_length)}, the engine's `max_length`: shorten the prompt or `max_new_tokens`."
+            )
         self.enqueue(request)
         return request
 
@@ -199,6 +226,7 @@ class DSparkEngine:
             if len(self.waiting) >= self.max_waiting:
                 raise EngineFull(f"{len(self.waiting)} requests are waiting (`max_waiting`): try again later.")
             request.id = next(self._ids)
+            request.times["submitted"] = time.perf_counter()
             self.waiting.append(request)
             self._changed.notify_all()
 
@@ -343,6 +371,7 @@ class DSparkEngine:
                 request = self.waiting.popleft()
                 request.slot = self.packed.acquire(request.first_position)
                 request.draft_slot = self.planner.batch_drafter.acquire() if self.drafts else None
+                request.times["admitted"] = time.perf_counter()
                 self.active.append(request)
 
     def _leave(self, request: Request) -> None:
@@ -375,6 +404,13 @@ class DSparkEngine:
         statistics.verify_seconds += time.perf_counter() - started
         statistics.steps += 1
         statistics.prefilled += other
+        self.last_step = StepWork(
+            drafted_slots=plan.load.drafting if plan else 0,
+            tokens=sum(len(entry.tokens) for entry in entries),
+            requests=len(decoding),
+            longest=1 + max((len(entry.drafts) for entry in entries), default=0),
+            keys=max((len(r.ids) - r.padding for r in decoding), default=0),
+        )
 
         blocks, at = [], 0
         for entry, rows in zip(entries, keep):

@@ -51,9 +51,10 @@ class GlobalScheduler:
         block_size: slots of a block, `G`.
         costs: needed by `"throughput"` and `"asynchronous"`.
         threshold, length, bridging: see above; `length` is the whole block by default.
+        delay: steps between the confidences a budget is found on and the step it is for, at least 1.
     """
 
-    DELAY = 2  # steps between the confidences a budget was found on and the step it is for
+    DELAY = 2  # section 5.2
 
     def __init__(
         self,
@@ -63,9 +64,14 @@ class GlobalScheduler:
         threshold: float = 0.5,
         length: int | None = None,
         bridging: bool = True,
+        delay: int = DELAY,
     ):
         if kind not in GLOBAL_SCHEDULES:
             raise ValueError(f"unknown schedule {kind!r}: choose among {', '.join(GLOBAL_SCHEDULES)}.")
+        if delay < 1:
+            raise ValueError(
+                f"`delay` is {delay}: a budget may not depend on this step's confidences, give at least 1."
+            )
         if kind in ("throughput", "asynchronous") and costs is None:
             raise ValueError(f"the {kind!r} schedule needs `costs`.")
         self.kind, self.costs, self.bridging = kind, costs, bridging
@@ -73,7 +79,7 @@ class GlobalScheduler:
         self.length = block_size if length is None else length
         self._sums = torch.zeros(block_size, dtype=torch.float64)
         self._counts = torch.zeros(block_size, dtype=torch.float64)
-        self._past: deque = deque(maxlen=self.DELAY)
+        self._past: deque = deque(maxlen=delay)
 
     def lengths(self, confidences: torch.Tensor, limits: torch.Tensor, load: Load, room: int) -> torch.LongTensor:
         """Verified lengths `[R]` of one step.
@@ -97,12 +103,12 @@ class GlobalScheduler:
             lengths = allowed.long().cumprod(1).sum(1)
             return lengths if int(lengths.sum()) <= room else self._first(lengths, room)
         pool = Pool(c, allowed, load, self.costs)
-        if self.kind == "asynchronous" and len(self._past) == self.DELAY:
-            past_survivals, past_slots = self._past[0]
-            count = pool.best(past_survivals, past_slots)
+        if self.kind == "asynchronous" and len(self._past) == self._past.maxlen:
+            count = pool.best(*self._past[0])
         else:
             count = self._climb(pool, c, room)
-        self._past.append((pool.survivals, pool.slots))
+        if self.kind == "asynchronous":
+            self._past.append((pool.survivals, pool.slots))
         lengths = pool.lengths(min(count, pool.size, room))
         if self.kind == "throughput" and self.bridging:
             self._remember(c, lengths, limits)

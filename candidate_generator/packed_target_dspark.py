@@ -230,7 +230,7 @@ class PackedTarget:
             self.cache.packing = None
 
     def _diagonal_mask(self, packing: Packing):
-        """`[1, 1, T, K]` over the keys of all requests behind each other; one a layer type where the model has some."""
+        """`[1, 1, T, K]` over the keys of all requests behind each other; one a layer type where the model has any."""
         device = packing.token_rows.device
         ends = [s + n for s, n in zip(packing.starts, packing.counts)]
         key_rows = torch.tensor([r for r, end in zip(packing.rows, ends) for _ in range(end)], device=device)
@@ -257,7 +257,7 @@ class PackedTarget:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
     def _verify_one_by_one(self, taps, packing: Packing, tokens, keep) -> Verified:
-        logits, features = [], []
+        device, logits, features = packing.token_rows.device, [], []
         for row, start, ids, n in zip(packing.rows, packing.starts, tokens, keep):
             if row not in self._own:
                 self._own[row] = DynamicCache(config=self.target.config)
@@ -265,11 +265,11 @@ class PackedTarget:
             arguments = {"use_cache": True, self.cache_argument: self._own[row]}
             if self.positions:
                 first = self._first_position[row] + start
-                arguments["position_ids"] = torch.arange(first, first + len(ids), device=packing.token_rows.device)[None]
+                arguments["position_ids"] = torch.arange(first, first + len(ids), device=device)[None]
             if self.short:
                 arguments["logits_to_keep"] = max(n, 1)
             taps.clear()
-            out = self.target(torch.tensor([ids], device=packing.token_rows.device), **arguments).logits[0]
+            out = self.target(torch.tensor([ids], device=device), **arguments).logits[0]
             features.append(self._features(taps))
             if n:
                 logits.append(out[-n:])
@@ -293,8 +293,8 @@ def choose_backend(packed: PackedTarget) -> str:
             why = f"its logits are off by {error:.1e} of their spread"
         logger.info(f"{type(target).__name__} is not packed with back end {backend!r}: {why}")
     logger.warning(
-        f"{type(target).__name__} cannot verify several requests in one forward: they are verified one at a time, which "
-        "is exact and not faster than one request a call."
+        f"{type(target).__name__} cannot verify several requests in one forward: they are verified one at a time, "
+        "which is exact and not faster than one request a call."
     )
     return "loop"
 

@@ -1,5 +1,7 @@
 """One request among many: its text, its settings, where it ends, and what decoding keeps for it."""
 
+import time
+
 import torch
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
@@ -28,6 +30,7 @@ class Request:
         finished: why it ended: `"stop"` (an EOS or a criterion), `"length"`, `"cancelled"`, `"error"`; `None` before.
         error: the exception behind `"error"`.
         statistics: counts of this request; the times are the engine's.
+        times: `"submitted"`, `"admitted"`, `"first_token"`, `"ended"` by `time.perf_counter`.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Request:
         self.finished: str | None = None
         self.error: BaseException | None = None
         self.cancelled = False
+        self.times: dict[str, float] = {}
 
         self.kind, self.threshold, self.cap = read_settings(drafter.config, settings)
         self.do_sample = bool(settings.do_sample)
@@ -106,6 +110,7 @@ class Request:
 
     def extend(self, tokens: list[int], device) -> int:
         """Take tokens up to the first that ends the text; returns how many were taken."""
+        self.times.setdefault("first_token", time.perf_counter())
         for count, token in enumerate(tokens, start=1):
             self.ids.append(token)
             if self._ends(token, device):
@@ -153,6 +158,7 @@ class Request:
         """Let go of what only decoding needs."""
         self.slot = self.draft_slot = None
         self._features.clear()
+        self.times["ended"] = time.perf_counter()
 
     def note_confidences(self, confidences: list[float]) -> None:
         for slot, c in enumerate(confidences):
@@ -162,7 +168,5 @@ class Request:
 
 def _settings_of(processor) -> tuple:
     """A processor's class and settings, equal for processors that do the same."""
-    values = (
-        (k, v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in sorted(vars(processor).items())
-    )
+    values = ((k, v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in sorted(vars(processor).items()))
     return type(processor).__name__, repr(list(values))
