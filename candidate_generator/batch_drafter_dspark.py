@@ -118,7 +118,7 @@ class BatchDrafter:
 
     @torch.no_grad()
     def draft(self, requests: list, width: int) -> Drafts:
-        """One block of `width` slots for each request (see [`Request`]), whose pending features enter the cache first."""
+        """One block of `width` slots for each request (see [`Request`]). Their pending features enter the cache."""
         drafter, device = self.drafter, self.drafter.device
         rows = [request.draft_slot for request in requests]
         self.cache.add(

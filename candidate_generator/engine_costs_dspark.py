@@ -54,9 +54,7 @@ class EngineCosts:
         fine = all(0 < s < float("inf") for s in self.verify.values())
         rest = (*self.draft.values(), self.read, self.cell)
         if not (self.verify and self.draft and fine and all(0 <= s < float("inf") for s in rest)):
-            raise ValueError(
-                "costs are seconds: `verify` needs positive finite ones, the others finite, not negative."
-            )
+            raise ValueError("costs are seconds: `verify` needs positive ones, none may be negative or infinite.")
         self._points = monotone(list(self.verify.items()))
         self._drafts = monotone(list(self.draft.items()))
         self._by_tokens = torch.empty(0, dtype=torch.float64)

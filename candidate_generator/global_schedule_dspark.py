@@ -70,7 +70,7 @@ class GlobalScheduler:
             raise ValueError(f"unknown schedule {kind!r}: choose among {', '.join(GLOBAL_SCHEDULES)}.")
         if delay < 1:
             raise ValueError(
-                f"`delay` is {delay}: a budget may not depend on this step's confidences, give at least 1."
+                f"`delay` is {delay}: a budget must not look at this step's confidences; give at least 1."
             )
         if kind in ("throughput", "asynchronous") and costs is None:
             raise ValueError(f"the {kind!r} schedule needs `costs`.")

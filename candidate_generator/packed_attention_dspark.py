@@ -24,11 +24,14 @@ class PackedStep:
     Args:
         packing: the forward's geometry.
         config: the text config of the target, for the reach of each layer.
+        flash: the host's flash attention function where the target uses one; it takes requests of any length behind
+            each other.
     """
 
-    def __init__(self, packing, config):
+    def __init__(self, packing, config, flash=None):
         self.packing = packing
         self.config = config
+        self.flash = flash
         self._masks: dict = {}
 
     def reach(self, module, sliding_window) -> tuple[int | None, int | None]:
@@ -112,6 +115,14 @@ def packed_attention(
     window, chunk = step.reach(module, sliding_window)
     sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
     packing = step.packing
+    if step.flash is not None and chunk is None:
+        lengths = packing.varlen()
+        keys, values = (stored[lengths.rows, :, lengths.places].transpose(0, 1)[None] for stored in (key, value))
+        kwargs |= {"cu_seq_lens_q": lengths.queries, "cu_seq_lens_k": lengths.keys}
+        kwargs |= {"max_length_q": lengths.longest_query, "max_length_k": lengths.longest_key}
+        reach = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
+        reach = {name: value for name, value in reach.items() if value is not None}
+        return step.flash(module, query, keys, values, None, scaling=scaling, is_causal=True, **reach, **kwargs)
     tokens = query[0].transpose(0, 1)  # [T, Hq, D]
     out = None
     for group in packing.groups:

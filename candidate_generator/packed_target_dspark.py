@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .cost_table_dspark import cache_argument
@@ -26,6 +27,7 @@ from .taps_dspark import FeatureTaps
 
 logger = logging.get_logger(__name__)
 
+FLASH = ("flash_attention_2", "flash_attention_3")
 BACKENDS = ("packed", "mask", "loop")
 # Largest error of a probe's logits, as a share of their spread. A wrong mask is off by more than half of it.
 PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -100,6 +102,8 @@ class PackedTarget:
         layers: its decoder layers.
         layer_ids: tapped layers, see [`FeatureTaps`].
         device, dtype: where and how features are handed over.
+        bucket: forwards are filled up to a multiple of so many tokens, so that compiled kernels and CUDA graphs meet
+            few shapes; 1 on a CPU, 16 elsewhere, unless given.
         backend: `"packed"`, `"mask"` or `"loop"`; by default the first that the model's flags allow and a probe finds
             to agree with the model.
 
@@ -107,10 +111,11 @@ class PackedTarget:
         ValueError: for a target whose state cannot be rolled back.
     """
 
-    def __init__(self, target, layers, layer_ids, device, dtype, backend: str | None = None):
+    def __init__(self, target, layers, layer_ids, device, dtype, backend: str | None = None, bucket=None):
         self.target = target
         self.text_config = target.config.get_text_config(decoder=True)
         self.layers, self.layer_ids, self.device, self.dtype = layers, layer_ids, device, dtype
+        self.bucket = bucket or (1 if target.device.type == "cpu" else 16)
         self.cache_argument = cache_argument(target)
         self.short = "logits_to_keep" in inspect.signature(target.forward).parameters
         self.positions = "position_ids" in inspect.signature(target.forward).parameters
@@ -163,15 +168,25 @@ class PackedTarget:
         """
         device = self.target.get_input_embeddings().weight.device
         device = self.target.device if device.type == "meta" else device
+        count, real = len(rows), sum(map(len, tokens))
+        if self.bucket > 1 and self.backend != "loop" and real % self.bucket:
+            rows = [*rows, self.acquire()]  # nothing of it is kept
+            tokens, keep = [*tokens, [0] * (-real % self.bucket)], [*keep, 0]
         starts = [self.slots.lengths[row] for row in rows]
         packing = Packing(rows, starts, [len(t) for t in tokens], device)
         self.slots.reserve(packing.keys)
         run = self._verify_one_by_one if self.backend == "loop" else self._verify_packed
         taps = FeatureTaps(self.layers, self.layer_ids, self.device, self.dtype)
-        with taps:
-            verified = run(taps, packing, tokens, keep)
-        for row, ids in zip(rows, tokens):
+        try:
+            with taps:
+                verified = run(taps, packing, tokens, keep)
+        finally:
+            for spare in rows[count:]:
+                self.release(spare)
+        for row, ids in zip(rows[:count], tokens):
             self.slots.lengths[row] += len(ids)
+        if len(rows) > count and verified.features is not None:
+            verified.features = verified.features[:real]
         return verified
 
     def time_at(self, rows: list[int], context: int, block: int, timed) -> float:
@@ -220,7 +235,8 @@ class PackedTarget:
                 self.cache.packing = self.cache.gather = None
             return
         own = self.text_config._attn_implementation
-        token = CURRENT.set(PackedStep(packing, self.text_config))
+        flash = ALL_ATTENTION_FUNCTIONS[own] if own in FLASH else None
+        token = CURRENT.set(PackedStep(packing, self.text_config, flash))
         try:
             self.text_config._attn_implementation = PACKED
             yield None

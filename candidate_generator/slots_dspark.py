@@ -6,6 +6,7 @@ request is `lengths[slot] -= n`: no holes, no copies. A finished request's slot 
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -112,6 +113,19 @@ class Group:
         return stored[self.index - first_row, :, keys]
 
 
+@dataclass
+class Varlen:
+    """Requests behind each other: rows and places of all their keys in the handed-out storage, and where each
+    request's queries and keys begin (int32, one more than there are requests)."""
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+
 class Packing:
     """The geometry of one packed forward over `[1, T]` tokens.
 
@@ -126,6 +140,7 @@ class Packing:
             return torch.tensor(values, dtype=torch.long, device=device)
 
         self.rows, self.starts, self.counts = rows, starts, counts
+        self._varlen: Varlen | None = None
         self.first, self.last = min(rows), max(rows) + 1
         self.keys = max(s + n for s, n in zip(starts, counts))
         self.bounds = [0]
@@ -162,6 +177,25 @@ class Packing:
                     index=None if dense else ints(slots),
                 )
             )
+
+    def varlen(self) -> "Varlen":
+        """The layout flash attention takes: every request's keys behind the last one's. Made once a forward."""
+        if self._varlen is None:
+            device = self.token_rows.device
+            ends = [s + n for s, n in zip(self.starts, self.counts)]
+
+            def ints(values, dtype=torch.long):
+                return torch.tensor(values, dtype=dtype, device=device)
+
+            self._varlen = Varlen(
+                rows=ints([row - self.first for row, end in zip(self.rows, ends) for _ in range(end)]),
+                places=ints([place for end in ends for place in range(end)]),
+                queries=ints(self.bounds, torch.int32),
+                keys=ints([0, *accumulate(ends)], torch.int32),
+                longest_query=max(self.counts),
+                longest_key=max(ends),
+            )
+        return self._varlen
 
     @property
     def cells(self) -> int:

@@ -137,11 +137,10 @@ def main(argv: list[str] | None = None) -> int:
     print(drafter.cost_table)
 
     def show(name, figures):
-        print(
-            f"{name:<40}{figures['model_tokens_per_second']:>7.1f} model tokens/s  "
-            f"{figures['tokens_per_second']:>6.1f} by the clock  {figures['tokens_a_forward']:.2f} a forward  verified {figures['verified']:.2f}",
-            flush=True,
+        rates = (
+            f"{figures['model_tokens_per_second']:>7.1f} model tokens/s  {figures['tokens_per_second']:>6.1f} clock"
         )
+        print(f"{name:<40}{rates}  {figures['tokens_a_forward']:.2f} a forward  verified {figures['verified']:.2f}")
 
     settings = generation_settings(target, args.max_new_tokens)
     results = ablate(target, drafter, prompts, long_prompts, settings, args.concurrency, show)
