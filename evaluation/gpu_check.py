@@ -11,6 +11,9 @@ the CPU with the smallest shapes, and it says what was left out.
 2. The schedule's rule as evaluated on the device equals the rule slot by slot.
 3. The benchmark with the shipped drafter, if its target was converted before (`make demo` does).
 4. `T_draft`, `T_verify(1..17)` and host seconds a round of a target in the shape of Qwen3-4B with random weights.
+5. Many requests: left-padded batches in fp32 with the text of plain decoding; a packed step against its parts; load
+   curves at 1 to 128 requests, with that random target (no draft is right there: what drafts and verification cost)
+   and with the shipped drafter.
 """
 
 import argparse
@@ -186,6 +189,7 @@ def shape_costs(shape: dict, device: str, dtype_name: str, deadline: float) -> d
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from dspark.candidate_generator.cost_table_dspark import prefill_cache, time_draft, time_forwards
+    from dspark.evaluation import gpu_check_many
     from dspark.evaluation.benchmark import decode, generation_settings
     from dspark.modeling_dspark import DSparkConfig, DSparkModel
 
@@ -220,6 +224,8 @@ def shape_costs(shape: dict, device: str, dtype_name: str, deadline: float) -> d
         call = decode(target, inputs, settings, drafter, "fixed").statistics
         result[f"host_seconds_a_round_{name}"] = call.host_seconds / (call.rounds + call.plain_rounds)
         result[f"rounds_{name}"] = call.rounds
+    if time.perf_counter() < deadline:
+        result["many"] = gpu_check_many.many_requests(target, drafter, deadline)
     return result
 
 
@@ -230,6 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     from transformers.utils import logging
 
+    from dspark.evaluation import gpu_check_many
     from dspark.evaluation.machine import versions
 
     logging.set_verbosity_error()
@@ -248,6 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     for dtype in ("float32", "bfloat16"):
         checks += check_decoding(helpers, device, dtype)
     checks += [check_sampling(helpers, device), check_schedule(device)]
+    checks += gpu_check_many.check_batches(helpers, TARGETS, device, TOKENS)
     for check in checks:
         details = ", ".join(f"{k} {v}" for k, v in check.items() if k not in ("check", "ok") and v is not None)
         print(f"{'ok    ' if check['ok'] else 'FAILED'} {check['check']}: {details}", flush=True)
@@ -258,6 +266,9 @@ def main(argv: list[str] | None = None) -> int:
         benchmark = shipped_benchmark(deadline - 180)
         if benchmark is None:
             left_out.append("the benchmark with the shipped drafter: its target is not converted here (make demo)")
+    load = gpu_check_many.shipped_load(deadline - 120) if cuda else None
+    if cuda and load is None:
+        left_out.append("load curves with the shipped drafter: no time, or its target is not converted here")
     shape, dtype = (QWEN3_4B, "bfloat16") if cuda else (SMALLEST, "float32")
     costs = shape_costs(shape, device, dtype, deadline)
     if not cuda:
@@ -279,6 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         "checks": checks,
         "costs": {"shape": shape, **costs},
         "benchmark": benchmark,
+        "load": load,
         "left_out": left_out,
         "seconds": time.perf_counter() - started,
     }

@@ -88,15 +88,16 @@ def run_continuous(target, prompts: list[list[int]], concurrency: int, settings)
 
 def run_engine(target, drafter, prompts: list[list[int]], concurrency: int, settings, **how) -> dict:
     """The engine with all prompts queued at once."""
-    from dspark.candidate_generator import DSparkEngine
+    from dspark.candidate_generator import DSparkEngine, EngineCosts
 
-    engine = DSparkEngine(target, drafter, max_requests=concurrency, **how)
+    engine = DSparkEngine(target, drafter, max_requests=concurrency, max_step_tokens=max(512, 9 * concurrency), **how)
+    costs = drafter.cost_table if isinstance(drafter.cost_table, EngineCosts) else None
     requests = [engine.submit(prompt, copy.deepcopy(settings)) for prompt in prompts]
     started = time.perf_counter()
     price = 0.0
     while engine.busy:
         engine.step()
-        price += engine.last_step.price(drafter.cost_table)
+        price += engine.last_step.price(costs) if costs else 0.0
     seconds = time.perf_counter() - started
     counts = engine.statistics
     return {
@@ -104,7 +105,7 @@ def run_engine(target, drafter, prompts: list[list[int]], concurrency: int, sett
         "tokens": counts.generated,
         "user": [len(r.new_ids) / (r.times["ended"] - r.times["admitted"]) for r in requests],
         "texts": [r.new_ids for r in requests],
-        "model_seconds": price,
+        **({"model_seconds": price} if costs else {}),
         "verified": (counts.decoded + counts.verified) / counts.decoded,
         "tokens_a_forward": counts.generated / counts.decoded,
         "accepted": counts.accepted,
