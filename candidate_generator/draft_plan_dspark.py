@@ -75,8 +75,8 @@ class DraftPlanner:
         plan.load.drafting = width * len(drafting)
         # The draft is cut behind a drafted EOS, never before one.
         ends = [next((j + 1 for j, t in enumerate(row) if t in r.eos_ids), width) for r, row in zip(drafting, tokens)]
-        caps = torch.tensor([min(limits[id(r)], end) for r, end in zip(drafting, ends)])
-        lengths = self.scheduler.lengths(confidences, caps, plan.load, room).tolist()
+        caps, ends = torch.tensor([limits[id(r)] for r in drafting]), torch.tensor(ends)
+        lengths = self.scheduler.lengths(confidences, caps, plan.load, room, ends).tolist()
         for request, row, seen, laws, length in zip(drafting, tokens, confidences.tolist(), drafts.laws, lengths):
             request.note_confidences(seen)
             request.statistics.rounds += 1

@@ -81,20 +81,30 @@ class GlobalScheduler:
         self._counts = torch.zeros(block_size, dtype=torch.float64)
         self._past: deque = deque(maxlen=delay)
 
-    def lengths(self, confidences: torch.Tensor, limits: torch.Tensor, load: Load, room: int) -> torch.LongTensor:
+    def lengths(
+        self,
+        confidences: torch.Tensor,
+        limits: torch.Tensor,
+        load: Load,
+        room: int,
+        ends: torch.Tensor | None = None,
+    ) -> torch.LongTensor:
         """Verified lengths `[R]` of one step.
 
         Args:
             confidences: `[R, W]`, `c` of the drafted slots, on the CPU.
-            limits: `[R]`, how many slots of each request may be verified.
+            limits: `[R]`, how many slots of each request may be verified, known before anything was drafted.
             load: what is verified anyway.
             room: how many drafts may be verified in all.
+            ends: `[R]`, slots up to a drafted EOS, that one included; nothing behind it is verified. An EOS that is
+                not admitted changes nothing.
         """
         c = confidences.double()
         requests, width = c.shape
         if self.kind == "none":
             return torch.zeros(requests, dtype=torch.long)
-        allowed = torch.arange(width) < limits[:, None]
+        within = torch.arange(width) < limits[:, None]
+        allowed = within if ends is None else within & (torch.arange(width) < ends[:, None])
         if self.kind == "threshold":
             allowed = allowed & (c >= self.threshold)
         elif self.kind == "fixed":
@@ -106,7 +116,7 @@ class GlobalScheduler:
         if self.kind == "asynchronous" and len(self._past) == self._past.maxlen:
             count = pool.best(*self._past[0])
         else:
-            count = self._climb(pool, c, room)
+            count = self._climb(pool, c, within, room)
         if self.kind == "asynchronous":
             self._past.append((pool.survivals, pool.slots))
         lengths = pool.lengths(min(count, pool.size, room))
@@ -122,36 +132,42 @@ class GlobalScheduler:
             out[takers] += 1
         return out
 
-    def _climb(self, pool: "Pool", c: torch.Tensor, room: int) -> int:
-        """How many of the pool Algorithm 1 admits."""
+    def _climb(self, pool: "Pool", c: torch.Tensor, within: torch.Tensor, room: int) -> int:
+        """How many of the pool Algorithm 1 admits; `within` `[R, W]` are the slots that were open before drafting."""
         count = 0
         while True:
             rises = pool.rises[count:]
             count += len(rises) if bool(rises.all()) else int(rises.byte().argmin())
             if not (self.bridging and self.kind == "throughput") or count >= min(pool.size, room):
                 return count
-            further = self._bridge(pool, c, count)
+            further = self._bridge(pool, c, within, count)
             if not further:
                 return count
-            count += further
+            count = min(count + further, pool.size)
 
-    def _bridge(self, pool: "Pool", c: torch.Tensor, count: int) -> int:
-        """The smallest number of further slots that would raise Theta by what may be known; 0 if none would."""
+    def _bridge(self, pool: "Pool", c: torch.Tensor, within: torch.Tensor, count: int) -> int:
+        """The smallest number of further slots that would raise Theta by what may be known; 0 if none would.
+
+        Neither confidences behind a request's next slot are known nor where its refused drafts end.
+        """
         # No forecast is above the next member's survival: where that does not pay, nothing does.
-        seconds = pool.base(count + 1, pool.size + 1)
-        most = pool.tokens[count] + pool.survivals[count] * torch.arange(1, pool.size - count + 1)
+        further = within.numel() - count
+        seconds = pool.base(count + 1, count + 1 + further)
+        most = pool.tokens[count] + pool.survivals[count] * torch.arange(1, further + 1)
         if not bool((most > pool.theta[count] * seconds).any()):
             return 0
         lengths = pool.lengths(count)
         slots = torch.arange(c.shape[1])
+        ended = lengths >= pool.allowed.sum(1)  # behind an admitted EOS, or at a limit
+        open_slots = within & (slots >= lengths[:, None]) & ~ended[:, None]
         # What each slot would multiply survival by: known up to a request's next slot, its mean behind that.
         means = torch.where(self._counts > 0, self._sums / self._counts.clamp(min=1), -1.0)[: c.shape[1]]
         next_c = c.gather(1, lengths.clamp(max=c.shape[1] - 1)[:, None])
         forecast = torch.where(means >= 0, means, next_c)
         survival = torch.where(slots <= lengths[:, None], c, forecast).cumprod(1)
-        survival = torch.where(pool.allowed & (slots >= lengths[:, None]), survival, -1.0)
+        survival = torch.where(open_slots, survival, -1.0)
         values, order = survival.t().reshape(-1).sort(descending=True, stable=True)
-        values = values[: pool.size - count]
+        values = values[: int(open_slots.sum())]
         seconds = seconds[: len(values)]
         if pool.costs.cell:
             longest = torch.div(order[: len(values)], len(c), rounding_mode="floor").cummax(0).values + 2
