@@ -8,12 +8,14 @@ has `L` tokens and longest context `K`, and `T_draft = g(R * slots)`.
 
 import json
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from transformers.utils import logging
 
 from .cost_table_dspark import (
+    LEAST_WIDE_COST,
     CostTable,
     cache_folder,
     interpolate,
@@ -81,6 +83,13 @@ class EngineCosts:
             self._by_tokens = torch.tensor(seconds, dtype=torch.float64)
         return self._by_tokens
 
+    def plausible(self) -> bool:
+        """Whether more tokens never cost much less than fewer, as they seem to when other work disturbs a profile."""
+        for points in (list(self.verify.values()), list(self.draft.values())):
+            if any(later < LEAST_WIDE_COST * before for before, later in zip(accumulate(points, max), points)):
+                return False
+        return True
+
     def save(self, path) -> None:
         write_json(path, {name: getattr(self, name) for name in ("verify", "draft", "read", "cell", "key")})
 
@@ -120,6 +129,12 @@ def engine_costs_for(drafter, packed, batch_drafter) -> EngineCosts:
             kept[path] = EngineCosts.load(path)
         except (OSError, ValueError):
             kept[path] = profile_engine(packed, batch_drafter, key)
+            if not kept[path].plausible():
+                logger.warning(
+                    "the engine's costs were measured while the machine was busy (more tokens cost much less than "
+                    "fewer): they serve this process and are not kept."
+                )
+                return kept[path]
             try:
                 kept[path].save(path)
             except OSError as error:

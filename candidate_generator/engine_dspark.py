@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers.utils import logging
@@ -40,7 +40,8 @@ class EngineFull(RuntimeError):
 class DSparkEngine:
     """Decodes many requests on one target.
 
-    One thread at a time steps; `submit`, `cancel` and `stream` may be called from any.
+    One thread at a time steps; `submit`, `cancel` and `stream` may be called from any. `on_step`, if set, is called
+    behind every step, in its thread.
 
     Args:
         target: a decoder-only causal LM. It is as it was whenever no step runs.
@@ -115,6 +116,7 @@ class DSparkEngine:
 
         self.statistics = EngineStatistics()
         self.last_step: StepWork | None = None
+        self.on_step: Callable[[], None] | None = None
         self.active: list[Request] = []
         self.waiting: deque[Request] = deque()
         self._ids = itertools.count()
@@ -131,7 +133,9 @@ class DSparkEngine:
         Args:
             input_ids: a list of ids, or a tensor `[S]` or `[1, S]`, without padding.
             generation_config, kwargs: as for `generate`; the target's own defaults apply.
-            seed: makes a sampled request's draws independent of what is decoded beside it.
+            seed: gives a sampled request draws of its own. The same seed gives the same text under schedules that do
+                not look at the load (`"fixed"`, `"none"`); the others verify more or less by it, which changes the
+                draws and not their law.
             tokenizer: for `stop_strings`.
 
         Raises:
@@ -291,6 +295,8 @@ class DSparkEngine:
                 self.statistics.total_seconds += time.perf_counter() - started
                 with self._changed:
                     self._changed.notify_all()
+                if self.on_step is not None:
+                    self.on_step()
 
     def _admit(self) -> None:
         with self._changed:
@@ -302,11 +308,11 @@ class DSparkEngine:
                     held = sum(r.max_length - r.padding for r in (*self.active, self.waiting[0]))
                     if held > self.max_cached_tokens:
                         break
-                request = self.waiting.popleft()
+                request = self.waiting[0]
                 request.slot = self.packed.acquire(request.first_position)
                 request.draft_slot = self.planner.batch_drafter.acquire() if self.drafts else None
                 request.times["admitted"] = time.perf_counter()
-                self.active.append(request)
+                self.active.append(self.waiting.popleft())
 
     def _leave(self, request: Request) -> None:
         self.active.remove(request)

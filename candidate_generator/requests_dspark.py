@@ -133,7 +133,8 @@ class Request:
         self.finished, self.max_length, self.eos_ids, self.criteria = None, length, set(), []
 
     def fail(self, error: BaseException) -> None:
-        self.finished, self.error = "error", error
+        self.error = error  # before the end shows in another thread
+        self.finished = "error"
 
     # ---- for the drafter
 

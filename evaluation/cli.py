@@ -16,6 +16,7 @@ COMMANDS = {
         "evaluation.profiling",
         "measure and print the cost table of a target and its drafter on this machine",
     ),
+    "serve": ("evaluation.serve", "an OpenAI-style HTTP API in front of a target and its drafter"),
     "demo": ("evaluation.demo", "SmolLM2-135M-Instruct with its drafter: the same text, sooner"),
 }
 
