@@ -17,6 +17,7 @@ PREFILL_TOKENS = 2048  # of the prompts in one forward
 UNDERSTOOD = {
     *("attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep", "cache_position"),
     *("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor", "synced_gpus"),
+    *("output_attentions", "output_hidden_states"),
 }
 
 
@@ -28,7 +29,8 @@ def batch_decoding(
     Raises:
         ValueError: for what a batch cannot have; nothing was generated then.
     """
-    refuse_in_batches(target, generation_config, model_kwargs)
+    refuse_in_batches(generation_config, model_kwargs)
+    paddings, firsts = row_layout(input_ids, model_kwargs)
     started = time.perf_counter()
     kind, threshold, _ = read_settings(drafter.config, generation_config)
     batch = input_ids.shape[0]
@@ -43,7 +45,6 @@ def batch_decoding(
         prefill_chunk=PREFILL_TOKENS,
     )
     profiled = time.perf_counter()
-    paddings, firsts = row_layout(input_ids, model_kwargs)
     pads = any(isinstance(criterion, EosTokenCriteria) for criterion in stopping_criteria)
     requests = [
         Request(
@@ -139,7 +140,7 @@ def row_layout(input_ids: torch.LongTensor, model_kwargs: dict) -> tuple[list[in
     return paddings, firsts
 
 
-def refuse_in_batches(target, generation_config, model_kwargs: dict) -> None:
+def refuse_in_batches(generation_config, model_kwargs: dict) -> None:
     unknown = [name for name, value in model_kwargs.items() if value is not None and name not in UNDERSTOOD]
     if unknown:
         raise ValueError(
@@ -147,7 +148,7 @@ def refuse_in_batches(target, generation_config, model_kwargs: dict) -> None:
             "`assistant_model`."
         )
     names = [f"output_{name}" for name in ("scores", "logits", "attentions", "hidden_states")]
-    asked = [name for name in names if getattr(generation_config, name)]
+    asked = [name for name in names if getattr(generation_config, name) or model_kwargs.get(name)]
     if generation_config.return_dict_in_generate and asked:
         raise ValueError(
             f"`{asked[0]}` is there for one prompt at a time when drafting: call `generate` once a prompt, or "

@@ -20,6 +20,7 @@ import torch
 from transformers.utils import logging
 
 from .batch_drafter_dspark import BatchDrafter
+from .candidate_generator_dspark import rope_parameters
 from .draft_plan_dspark import DraftPlanner
 from .engine_costs_dspark import EngineCosts, engine_costs_for
 from .engine_records_dspark import EngineStatistics, Entry, StepWork
@@ -159,7 +160,12 @@ class DSparkEngine:
                 f"the request may grow to {need} tokens, and `max_cached_tokens` is {self.max_cached_tokens}: shorten "
                 "the prompt or `max_new_tokens`."
             )
-        self._refuse_position(request.first_position + need)
+        last, learned = request.first_position + need, not rope_parameters(self.packed.text_config)
+        if learned and last > self.planner.reach:
+            raise ValueError(
+                f"the request may grow to position {last}, and the target's positions end at "
+                f"{int(self.planner.reach)}: shorten the prompt or `max_new_tokens`."
+            )
         with self._changed:
             if len(self.waiting) >= self.max_waiting:
                 raise EngineFull(f"{len(self.waiting)} requests are waiting (`max_waiting`): try again later.")
@@ -167,22 +173,6 @@ class DSparkEngine:
             request.times["submitted"] = time.perf_counter()
             self.waiting.append(request)
             self._changed.notify_all()
-
-    def _refuse_position(self, last: int) -> None:
-        """Errors for lengths that one forward over several requests would get wrong, or the target cannot reach."""
-        reach, beyond = self.planner.reach, self.planner.beyond
-        if last <= reach:
-            return
-        if not beyond:
-            raise ValueError(
-                f"the request may grow to position {last}, and the target's positions end at {int(reach)}: shorten "
-                "the prompt or `max_new_tokens`."
-            )
-        if self.packed.backend != "loop":
-            raise ValueError(
-                f"the request may grow to position {last}; behind {int(reach)} the target's rotary factors follow the "
-                "longest text of a forward, so it cannot share one: shorten it, or decode it by itself."
-            )
 
     def cancel(self, request: Request) -> None:
         """End a request; what it has written stays in it. Its slot is free from the next step on."""

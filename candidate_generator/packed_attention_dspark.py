@@ -4,6 +4,7 @@ Registered with the host's attention interface under `PACKED`. A model whose imp
 mask for builds none; window, chunk and causality are applied here.
 """
 
+import hashlib
 from contextvars import ContextVar
 
 import torch
@@ -12,7 +13,8 @@ from transformers import AttentionInterface
 from .slots_dspark import Group
 
 
-PACKED = "dspark_packed"
+# Each copy of this code (installed, or of a Hub repo) has a name of its own in the host's one table.
+PACKED = f"dspark_packed_{hashlib.sha256(__name__.encode()).hexdigest()[:8]}"
 CURRENT: ContextVar = ContextVar("dspark_packed_step", default=None)  # the `PackedStep` of this thread's forward
 # Tensors that models hand to their attention function beside what is used here, and that change nothing.
 HARMLESS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "attention_mask"}

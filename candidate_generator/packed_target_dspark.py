@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
+from .candidate_generator_dspark import position_limit, rope_parameters
 from .cost_table_dspark import cache_argument
 from .packed_attention_dspark import CURRENT, PACKED, PackedStep
 from .slots_dspark import Packing, Slots, SlotStorage
@@ -69,10 +70,12 @@ class SlotLayer(DynamicLayer):
         return self.storage.keys[view], self.storage.values[view]
 
     def get_seq_length(self) -> int:
-        return 0 if self.owner.packing is None else self.owner.packing.keys
+        """Of the text a forward goes on from, for layers that count positions by it: see `_parts`."""
+        packing = self.owner.packing
+        return packing.starts[0] if packing is not None and len(packing.rows) == 1 else 0
 
     def get_mask_sizes(self, query_length) -> tuple[int, int]:
-        return self.get_seq_length(), 0
+        return 0 if self.owner.packing is None else self.owner.packing.keys, 0
 
     def get_max_cache_shape(self) -> int:
         return -1
@@ -119,6 +122,7 @@ class PackedTarget:
         self.cache_argument = cache_argument(target)
         self.short = "logits_to_keep" in inspect.signature(target.forward).parameters
         self.positions = "position_ids" in inspect.signature(target.forward).parameters
+        self.alone_from = first_position_alone(self.text_config)
         if getattr(target, "_is_stateful", False):
             raise ValueError(
                 f"{type(target).__name__} keeps a recurrent state, which cannot be rolled back behind a rejected "
@@ -132,6 +136,9 @@ class PackedTarget:
 
     def _use(self, backend: str) -> None:
         self.backend = backend
+        names = ("max_position_embeddings", "max_seq_len")
+        longest = next((n for name in names if (n := getattr(self.text_config, name, None))), float("inf"))
+        self.most_keys = longest if backend == "mask" else float("inf")
         self.slots = Slots()
         self.cache = SlotCache(self.text_config.num_hidden_layers, self.slots)
         self._own: dict[int, Cache] = {}  # of the loop
@@ -168,6 +175,9 @@ class PackedTarget:
         """
         device = self.target.get_input_embeddings().weight.device
         device = self.target.device if device.type == "meta" else device
+        parts = self._parts(rows, tokens)
+        if len(parts) > 1:
+            return self._verify_in_parts(parts, rows, tokens, keep)
         count, real = len(rows), sum(map(len, tokens))
         if self.bucket > 1 and self.backend != "loop" and real % self.bucket:
             rows = [*rows, self.acquire()]  # nothing of it is kept
@@ -188,6 +198,36 @@ class PackedTarget:
         if len(rows) > count and verified.features is not None:
             verified.features = verified.features[:real]
         return verified
+
+    def _parts(self, rows, tokens) -> list[list[int]]:
+        """Indices of the requests that may share a forward: all, but for those that are far enough for the target to
+        treat a whole forward by its longest text, and for keys beyond what a mask's positions reach."""
+        if self.backend == "loop":
+            return [list(range(len(rows)))]
+        ends = [self._first_position[row] + self.slots.lengths[row] + len(t) for row, t in zip(rows, tokens)]
+        shared = [i for i, end in enumerate(ends) if end <= self.alone_from]
+        alone = [[i] for i, end in enumerate(ends) if end > self.alone_from]
+        parts, keys, count = [], 0, 0
+        for i in shared:
+            more, size = len(tokens[i]), self.slots.lengths[rows[i]] + len(tokens[i])
+            if not parts or keys + size > self.most_keys or count + more > self.alone_from:
+                parts.append([])
+                keys = count = 0
+            parts[-1].append(i)
+            keys, count = keys + size, count + more
+        return parts + alone
+
+    def _verify_in_parts(self, parts, rows, tokens, keep) -> Verified:
+        logits, features = [None] * len(rows), [None] * len(rows)
+        for part in parts:
+            theirs = [keep[i] for i in part]
+            done = self.verify([rows[i] for i in part], [tokens[i] for i in part], theirs)
+            for i, piece in zip(part, done.logits.split(theirs) if done.logits is not None else ()):
+                logits[i] = piece
+            for i, piece in zip(part, done.features.split([len(tokens[i]) for i in part]) if self.layer_ids else ()):
+                features[i] = piece
+        known = [piece for piece in logits if piece is not None]
+        return Verified(torch.cat(known) if known else None, torch.cat(features) if self.layer_ids else None)
 
     def time_at(self, rows: list[int], context: int, block: int, timed) -> float:
         """Seconds of a forward of `block` tokens a slot behind `context` tokens of zeros; for profiles."""
@@ -293,6 +333,19 @@ class PackedTarget:
         return Verified(torch.cat(logits) if logits else None, features)
 
 
+def first_position_alone(text_config) -> float:
+    """First position behind which a request needs a forward of its own: there the target treats all tokens of a
+    forward by its longest text (`longrope` and `dynamic` rotary factors), or counts positions from the cache's length
+    (a temperature by position)."""
+    rope = rope_parameters(text_config)
+    reach = float("inf")
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        reach = position_limit(text_config)[0]
+    if getattr(text_config, "attn_temperature_tuning", False):
+        reach = min(reach, text_config.floor_scale - 1)
+    return reach
+
+
 def choose_backend(packed: PackedTarget) -> str:
     """The first back end that the model's flags allow and whose probe agrees with the model; says which did not."""
     target = packed.target
@@ -325,7 +378,8 @@ def probe(packed: PackedTarget, backend: str) -> float:
     texts = [[(7 * i + j * j + 3) % vocabulary for j in range(n)] for i, n in enumerate((9, 3, 14))]
 
     def plain(text):
-        return packed.target(torch.tensor([text], device=packed.target.device), use_cache=False).logits[0].float()
+        ids = torch.tensor([text], device=packed.target.device)
+        return packed.target(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
 
     def worst(parts, width):
         errors = []

@@ -78,8 +78,8 @@ def ablate(target, drafter, prompts, long_prompts, settings, concurrency: int, s
     class Undelayed(GlobalScheduler):
         """The unconstrained search on this step's own confidences: lossy, the speed the delay is compared with."""
 
-        def lengths(self, confidences, limits, load, room):
-            allowed = torch.arange(confidences.shape[1]) < limits[:, None]
+        def lengths(self, confidences, limits, load, room, ends=None):
+            allowed = torch.arange(confidences.shape[1]) < torch.minimum(limits, ends)[:, None]
             pool = Pool(confidences.double(), allowed, load, self.costs)
             return pool.lengths(min(room, int(pool.theta.argmax())))
 

@@ -191,13 +191,14 @@ class World:
     A confidence tells nothing about the drafts' worth but much about their ids: a schedule that peeks at it shows.
     """
 
-    def __init__(self, seed: int, block_size: int = 3):
-        self.seed, self.block_size = seed, block_size
+    def __init__(self, seed: int, block_size: int = 3, ids: int = VOCAB):
+        self.seed, self.block_size, self.ids = seed, block_size, ids
         self.target, self.draft, self.confidence = cache(self.target), cache(self.draft), cache(self.confidence)
 
     def _law(self, *key) -> list[float]:
         weights = [
-            random.Random(repr((self.seed, key))).gammavariate(0.5, 1.0) for key in ((*key, i) for i in range(4))
+            random.Random(repr((self.seed, key))).gammavariate(0.5, 1.0)
+            for key in ((*key, i) for i in range(self.ids))
         ]
         return [w / sum(weights) for w in weights]
 

@@ -46,12 +46,13 @@ def forwards(target) -> list:
     handle.remove()
 
 
-def test_a_batch_is_refused(target, prompt, forwards):
-    with pytest.raises(ValueError, match="batch size of 2.*assistant_model"):
-        assisted(target, prompt.expand(2, -1), make_drafter(target))
-    with pytest.raises(ValueError, match="num_return_sequences has to be 1"):  # the host's own
-        assisted(target, prompt, make_drafter(target), num_return_sequences=3, do_sample=True)
+def test_beams_in_a_batch_and_greedy_copies_keep_the_hosts_behaviour(target, prompt, forwards):
+    with pytest.raises(ValueError, match="[Gg]reedy.*num_return_sequences"):
+        assisted(target, prompt, make_drafter(target), num_return_sequences=3)
     assert not forwards
+    drafter, batch = make_drafter(target), torch.cat([prompt, prompt_of(4)])
+    out = assisted(target, batch, drafter, num_beams=2, max_new_tokens=8)
+    assert torch.equal(out, plain(target, batch, num_beams=2, max_new_tokens=8)) and drafter.statistics is None
 
 
 def test_classifier_free_guidance_is_refused(target, prompt, forwards):

@@ -13,6 +13,7 @@ from transformers.generation import CandidateGenerator
 
 from .cost_table_dspark import cost_table_for
 from .draft_chain_dspark import DraftChain
+from .sampling_dspark import GREEDY_TEMPERATURE, draw_from, is_stateless_warper, warped_law
 from .schedule_dspark import SCHEDULES, AcceptanceRates, PrefixScheduler, RestPolicy
 from .statistics_dspark import DSparkStatistics
 from .stopwatch_dspark import Stopwatch
@@ -22,12 +23,6 @@ from .taps_dspark import FeatureTaps
 # `generate` fills these in on every call, so they cannot be told from a user's wish for the same value.
 HOST_DEFAULTS = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
 SETTINGS = ("dspark_schedule", "dspark_threshold", "dspark_log")
-# Warpers that look at one row of scores and keep no state: applied to draft and target alike.
-STATELESS_WARPERS = (
-    *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper"),
-    *("EpsilonLogitsWarper", "EtaLogitsWarper", "TopHLogitsWarper"),
-)
-GREEDY_TEMPERATURE = 1e-5  # DeepSpec drafts greedily below it
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -206,16 +201,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.greedy_drafts:
             draft = logits.argmax(dim=-1)
             return draft, (torch.ones_like(draft, dtype=logits.dtype)[:, None], draft[:, None])
-        # Stateless warpers only rank and renormalise a row: the producible ids can be warped by themselves, and
-        # behind top-k there are only k of them.
-        ids = None
-        for warper in self.warpers:
-            if hasattr(warper, "top_k"):
-                logits, order = torch.topk(logits, min(warper.top_k, logits.shape[-1]))
-                ids = order if ids is None else ids.gather(1, order)
-            else:
-                logits = warper(None, logits)
-        q = torch.softmax(logits, dim=-1)
+        q, ids = warped_law(logits, self.warpers)
         draft = draw_from(q)
         return draft if ids is None else ids.gather(1, draft[:, None])[:, 0], (q, ids)
 
@@ -288,17 +274,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.statistics.feature_bytes = max(self.statistics.feature_bytes, kept)
 
 
-def draw_from(q: torch.Tensor) -> torch.LongTensor:
-    """One id from each law `[B, V]`, by inverting its distribution function; several times faster than
-    `torch.multinomial`, which draws `V` random numbers. An id of probability 0 is never drawn."""
-    wide = torch.float32 if q.device.type == "mps" else torch.float64
-    cdf = q.to(wide).cumsum(dim=-1)
-    total = cdf[:, -1:]
-    point = torch.rand(q.shape[0], 1, dtype=wide, device=q.device) * total
-    point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up to total
-    return torch.searchsorted(cdf, point, right=True).squeeze(1)
-
-
 def read_settings(config, generation_config) -> tuple[str, float, int]:
     """Schedule, threshold and cap on the block of one call.
 
@@ -363,10 +338,6 @@ def eos_ids(generation_config) -> frozenset[int]:
         return frozenset()
     eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
     return frozenset(eos if isinstance(eos, list) else [eos])
-
-
-def is_stateless_warper(processor) -> bool:
-    return type(processor).__name__ in STATELESS_WARPERS and type(processor).__module__.startswith("transformers.")
 
 
 def prompt_layout(model_kwargs: dict) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -58,7 +58,7 @@ class CostTable:
             raise ValueError(
                 "costs are seconds: `verify` needs positive finite ones, `draft` finite ones, not negative."
             )
-        self._rows = [(context, _monotone(sorted(row.items()))) for context, row in self.verify.items()]
+        self._rows = [(context, monotone(sorted(row.items()))) for context, row in self.verify.items()]
         self._draft_points = list(self.draft.items())
 
     @classmethod
@@ -69,17 +69,17 @@ class CostTable:
     def verify_seconds(self, tokens: int, context: int = 0) -> float:
         """Seconds of one target forward over `tokens` tokens behind `context` cached ones (`T_verify`)."""
         last = self._rows[-1][0]
-        seconds = _interpolate([(at, _interpolate(points, tokens)) for at, points in self._rows], min(context, last))
+        seconds = interpolate([(at, interpolate(points, tokens)) for at, points in self._rows], min(context, last))
         if context > last:
             # What grows with the context is reading the cache, alike for every width; slopes of their own would soon
             # make a wide forward cheaper than a narrow one.
             one = [(at, points[0][1]) for at, points in self._rows]
-            seconds += _interpolate(one, context) - one[-1][1]
+            seconds += interpolate(one, context) - one[-1][1]
         return seconds
 
     def draft_seconds(self, context: int = 0) -> float:
         """Seconds of drafting one block behind `context` tokens (`T_draft`)."""
-        return _interpolate(self._draft_points, context)
+        return interpolate(self._draft_points, context)
 
     def plausible(self) -> bool:
         """Whether the widest forward costs about as much as one token or more; a table that says much less was
@@ -88,17 +88,7 @@ class CostTable:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the table as JSON, atomically: a reader sees the old file or the new one."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"key": self.key, "verify": self.verify, "draft": self.draft}, indent=1)
-        file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8")
-        try:
-            with file:
-                file.write(content)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        write_json(path, {"key": self.key, "verify": self.verify, "draft": self.draft})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "CostTable":
@@ -123,7 +113,22 @@ class CostTable:
         return "\n".join(lines)
 
 
-def _monotone(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def write_json(path: str | os.PathLike, content) -> None:
+    """Write JSON atomically, making its folder: a reader sees the old file or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1)
+    file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8")
+    try:
+        with file:
+            file.write(text)
+        os.replace(file.name, path)
+    except BaseException:
+        os.unlink(file.name)
+        raise
+
+
+def monotone(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """More tokens never cost less: what says otherwise is noise, and would make a schedule jump at it."""
     best, out = 0.0, []
     for tokens, seconds in points:
@@ -132,7 +137,7 @@ def _monotone(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return out
 
 
-def _interpolate(points: list[tuple[int, float]], at: int) -> float:
+def interpolate(points: list[tuple[int, float]], at: int) -> float:
     """Linear between the points, flat below the first, continued at the last slope (never falling) beyond the last."""
     if len(points) == 1 or at <= points[0][0]:
         return points[0][1]
@@ -259,7 +264,7 @@ def prefill_cache(target, context: int):
     short = {"logits_to_keep": 1} if target._supports_logits_to_keep() else {}
     cache = target(_ids(target, 0, context), use_cache=True, **short)[cache_argument(target)]
     cache.activate_past_recording()
-    _synchronize(target.device)
+    synchronize(target.device)
     return cache
 
 
@@ -272,10 +277,10 @@ def time_forwards(target, cache, context: int, widths: list[int], deadline: floa
     for width in [1, max(widths), *order * REPEATS]:  # the first two warm up
         if time.perf_counter() > deadline and len(samples) > 1:
             break
-        _synchronize(target.device)
+        synchronize(target.device)
         started = time.perf_counter()
         target(_ids(target, context, context + width), use_cache=True, **{name: cache})
-        _synchronize(target.device)
+        synchronize(target.device)
         samples.setdefault(width, []).append(time.perf_counter() - started)
         cache.crop(-width)
     return {w: statistics.median(s[1:] if w in (1, max(widths)) and len(s) > 1 else s) for w, s in samples.items()}
@@ -290,14 +295,14 @@ def time_draft(drafter, link, context: int, deadline: float) -> float:
     cache = drafter.new_cache()
     samples = []
     while len(samples) < 2 * REPEATS:
-        _synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         chain = DraftChain(drafter, link, anchor, features, cache)
         for _ in range(drafter.config.block_size):
             if drafter.confidence_head is not None:
                 chain.confidence_logit()
             chain.push(chain.logits().argmax(dim=-1))
-        _synchronize(device)
+        synchronize(device)
         samples.append(time.perf_counter() - started)
         features = features[:, :1]
         if time.perf_counter() > deadline and len(samples) > 1:
@@ -310,7 +315,7 @@ def cache_argument(target) -> str:
     return "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

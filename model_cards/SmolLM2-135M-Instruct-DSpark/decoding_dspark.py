@@ -1,20 +1,23 @@
 """The way into `generate`: `target.generate(**inputs, assistant_model=drafter)`.
 
-The host chooses a candidate generator by a hard-coded chain, so importing the drafter wraps two methods of
+The host chooses a candidate generator by a hard-coded chain, so importing the drafter wraps three methods of
 `GenerationMixin`, once a process. The wrappers know no version: they only ask whether the assistant offers the
 protocol and hand over to its own class, so drafters of different code versions live side by side. `DSPARK_HOOK=0` in
 the environment leaves the host untouched; the official `custom_generate=` route works all the same.
 """
 
+import copy
 import functools
 import os
 
 import torch
-from transformers.generation import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import GenerationMixin, StoppingCriteriaList
 from transformers.utils import logging
 
+from .batch_decoding_dspark import batch_decoding
 from .candidate_generator_dspark import DSparkCandidateGenerator, rope_parameters
 from .ends_dspark import BlockEnds
+from .prepare_dspark import refuse_guidance, with_stop_strings
 from .statistics_dspark import DSparkStatistics
 
 
@@ -38,30 +41,54 @@ def generate(model, assistant_model=None, **kwargs):
 
 
 def install_hook() -> bool:
-    """Make `generate` understand DSpark drafters; `True` if it does. Idempotent: the first drafter loaded wraps the
-    host for all."""
-    if hook_installed():
-        return True
-    if os.environ.get(HOOK_SWITCH, "1").lower() in ("0", "off", "false", "no"):
+    """Make `generate` understand DSpark drafters; `True` if it does. Idempotent: the first drafter loaded wraps each
+    of the host's methods for all."""
+    if os.environ.get(HOOK_SWITCH, "1").lower() in ("0", "off", "false", "no") and not hook_installed():
         logger.info(f"{HOOK_SWITCH} is off: decode with `custom_generate=` or `drafter.decode_for(target, ...)`.")
         return False
-    decode, generator = GenerationMixin._assisted_decoding, GenerationMixin._get_candidate_generator
+    for name, wrap in WRAPPERS.items():
+        original = getattr(GenerationMixin, name)
+        if not getattr(original, HOOK_MARK, False):
+            wrapper = functools.wraps(original)(wrap(original))
+            setattr(wrapper, HOOK_MARK, True)
+            setattr(GenerationMixin, name, wrapper)
+    logger.info(f"`generate(assistant_model=...)` takes DSpark drafters; {HOOK_SWITCH}=0 leaves it as it was.")
+    return True
 
-    @functools.wraps(decode)
+
+def wrapped_decoding(original):
     def _assisted_decoding(self, *args, **kwargs):
         own = getattr(kwargs.get("assistant_model"), "dspark_assisted_decoding", None)
-        return decode(self, *args, **kwargs) if own is None else own(decode, self, *args, **kwargs)
+        return original(self, *args, **kwargs) if own is None else own(original, self, *args, **kwargs)
 
-    @functools.wraps(generator)
+    return _assisted_decoding
+
+
+def wrapped_generator(original):
     def _get_candidate_generator(self, *args, **kwargs):
         own = getattr(kwargs.get("assistant_model"), "dspark_candidate_generator", None)
-        return generator(self, *args, **kwargs) if own is None else own()
+        return original(self, *args, **kwargs) if own is None else own()
 
-    setattr(_assisted_decoding, HOOK_MARK, True)
-    GenerationMixin._assisted_decoding = _assisted_decoding
-    GenerationMixin._get_candidate_generator = _get_candidate_generator
-    logger.info(f"`generate(assistant_model=...)` now takes DSpark drafters; {HOOK_SWITCH}=0 leaves it as it was.")
-    return True
+    return _get_candidate_generator
+
+
+def wrapped_validation(original):
+    """The host refuses several sequences a prompt for any assistant; whether one can is its own affair."""
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        if getattr(generation_mode_kwargs.get("assistant_model"), "dspark_takes_batches", False):
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+WRAPPERS = {
+    "_assisted_decoding": wrapped_decoding,
+    "_get_candidate_generator": wrapped_generator,
+    "_validate_generation_mode": wrapped_validation,
+}
 
 
 def hook_installed() -> bool:
@@ -85,6 +112,10 @@ def assisted_decoding(
         ValueError: for what assisted decoding cannot do exactly; nothing was generated then.
     """
     refuse_unsupported(target, input_ids, logits_processor, kwargs)
+    if input_ids.shape[0] > 1:
+        return batch_decoding(
+            drafter, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer, kwargs
+        )
     refuse_rope_switch(target, input_ids, generation_config, kwargs)
     kwargs = without_full_mask(kwargs, input_ids)
     cache = call_cache(kwargs)
@@ -131,11 +162,6 @@ def call_cache(model_kwargs: dict):
 
 def refuse_unsupported(target, input_ids, logits_processor, model_kwargs: dict) -> None:
     """Errors for calls whose result would be wrong, before anything runs."""
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"assisted decoding takes one prompt at a time, this call has a batch size of {input_ids.shape[0]}: "
-            "call `generate` once a prompt, or drop `assistant_model`."
-        )
     if target.config.is_encoder_decoder:
         raise ValueError(f"DSpark drafts for decoder-only targets; {type(target).__name__} has an encoder.")
     if not model_kwargs.get("use_cache", True):
@@ -151,11 +177,7 @@ def refuse_unsupported(target, input_ids, logits_processor, model_kwargs: dict) 
             f"the cache passed to `generate` already holds {cache.get_seq_length()} tokens, for which the drafter has "
             "no target features. Pass the whole prompt without `past_key_values`, or drop `assistant_model`."
         )
-    if any("ClassifierFreeGuidance" in type(p).__name__ for p in logits_processor or ()):
-        raise ValueError(
-            "`guidance_scale` keeps a cache of its own, which cannot follow rejected drafts: drop it, or drop "
-            "`assistant_model`."
-        )
+    refuse_guidance(logits_processor)
 
 
 def refuse_rope_switch(target, input_ids, generation_config, model_kwargs: dict) -> None:
@@ -177,13 +199,8 @@ def generate_with(drafter, target, **kwargs):
     if hook_installed():
         return target.generate(assistant_model=drafter, **kwargs)
     # A callable gets neither streamer nor tokenizer from the host, so both are bound here.
-    streamer, tokenizer = kwargs.get("streamer"), kwargs.pop("tokenizer", None)
-    if kwargs.get("stop_strings") is not None:
-        if tokenizer is None:
-            raise ValueError("`stop_strings` needs the `tokenizer`; pass it to `generate` too.")
-        criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
-        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=kwargs.pop("stop_strings")))
-        kwargs["stopping_criteria"] = criteria
+    streamer = kwargs.get("streamer")
+    kwargs = with_stop_strings(target, kwargs, kwargs.pop("tokenizer", None))
 
     def decode(model, input_ids, **inner):
         return assisted_decoding(drafter, host_loop, model, input_ids, **{**inner, "streamer": streamer})

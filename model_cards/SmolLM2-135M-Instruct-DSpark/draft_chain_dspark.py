@@ -13,12 +13,16 @@ class DraftChain:
         features: `[B, S, T * H]` of the context positions that are not in `cache` yet, or `None`.
         cache: the draft cache; the new context enters it.
         context_position_ids: `[B, S]`, by default the positions behind the cache.
-        position_ids: `[B, G]` of the block, by default behind the context.
+        position_ids: `[B, W]` of the block, by default behind the context.
+        width: slots of the block, `W <= G`; by default all.
     """
 
-    def __init__(self, drafter, link, anchor, features, cache, context_position_ids=None, position_ids=None):
+    def __init__(
+        self, drafter, link, anchor, features, cache, context_position_ids=None, position_ids=None, width=None
+    ):
         self.drafter = drafter
-        block = anchor.new_full((anchor.shape[0], drafter.config.block_size), drafter.config.mask_token_id)
+        width = drafter.config.block_size if width is None else width
+        block = anchor.new_full((anchor.shape[0], width), drafter.config.mask_token_id)
         block[:, :1] = anchor
         self.hidden = drafter(
             link.embed(drafter, block),
@@ -26,8 +30,8 @@ class DraftChain:
             position_ids=position_ids,
             context_position_ids=context_position_ids,
             cache=cache,
-        ).last_hidden_state  # [B, G, H]
-        self.base_logits = link.base_logits(drafter, self.hidden)  # [B, G, V'], fp32
+        ).last_hidden_state  # [B, W, H]
+        self.base_logits = link.base_logits(drafter, self.hidden)  # [B, W, V'], fp32
         self.slot = 0
         self._state = None
         self._embed(anchor[:, 0].to(self.hidden.device))

@@ -101,12 +101,10 @@ class DSparkAttention(nn.Module):
         new = 0 if context is None else context.shape[1]
         injected = hidden_states if context is None else torch.cat([context, hidden_states], dim=1)
 
-        def heads(states):
-            return states.view(*states.shape[:2], -1, self.head_dim)
-
-        query = rotate(self.q_norm(heads(self.q_proj(hidden_states))).transpose(1, 2), block_rope)
-        key = rotate(self.k_norm(heads(self.k_proj(injected))).transpose(1, 2), full_rope)
-        value = heads(self.v_proj(injected)).transpose(1, 2)
+        query = rotate(self.q_norm(self._heads(self.q_proj(hidden_states))).transpose(1, 2), block_rope)
+        key, value = self.keys_values(injected, full_rope)
+        if hasattr(cache, "attend"):  # the slots of many requests
+            return self.o_proj(cache.attend(self, query, key, value).reshape(batch, length, -1))
         if cache is not None:
             past_key, past_value = cache.update(key[:, :, :new], value[:, :, :new], self.layer_idx)
             key = torch.cat([past_key, key[:, :, new:]], dim=2)
@@ -126,6 +124,14 @@ class DSparkAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(batch, length, -1))
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.view(*states.shape[:2], -1, self.head_dim)
+
+    def keys_values(self, states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]):
+        """Keys and values `[B, heads, S, D]` of injected states `[B, S, H]`."""
+        key = rotate(self.k_norm(self._heads(self.k_proj(states))).transpose(1, 2), rope)
+        return key, self._heads(self.v_proj(states)).transpose(1, 2)
 
     def _mask(self, given: torch.Tensor | None, query: torch.Tensor, keys: int) -> torch.Tensor | None:
         """The caller's boolean mask `[B, 1, Q, K]` or, without one, the layer's window and causality; `None` when
@@ -175,10 +181,12 @@ class DSparkPreTrainedModel(PreTrainedModel):
 
 
 class Runtime:
-    """What a drafter remembers between calls and never saves: links to targets, cost tables, statistics."""
+    """What a drafter remembers between calls and never saves: links to targets, how they can be packed, cost tables,
+    statistics."""
 
     def __init__(self):
         self.links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.backends: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.cost_tables: dict = {}
         self.thread = threading.local()
 
@@ -273,6 +281,13 @@ class DSparkModel(DSparkPreTrainedModel):
         """`H_ctx = RMSNorm(W_c [H^(l_1); ..; H^(l_m)])` (eq. 2): `[B, S, T * H]` to `[B, S, H]`."""
         return self.hidden_norm(self.fc(features.to(device=self.device, dtype=self.dtype)))
 
+    def context_keys_values(self, features: torch.Tensor, position_ids: torch.LongTensor):
+        """What each layer attends to of context that is there before the block: keys and values `[B, heads, S, D]` a
+        layer, of features `[B, S, T * H]` at positions `[B, S]`."""
+        context = self.project_context(features)
+        rope = self.rotary_emb(context, position_ids)
+        return [layer.self_attn.keys_values(context, rope) for layer in self.layers]
+
     @property
     def kept_ids(self) -> torch.LongTensor | None:
         """Target ids of the producible ids, `[V']`; `None` when those are all ids."""
@@ -313,6 +328,8 @@ class DSparkModel(DSparkPreTrainedModel):
         self._runtime.thread.statistics = value
 
     # The protocol the hook in `generate` looks for; see `decoding_dspark.install_hook`.
+    dspark_takes_batches = True
+
     def dspark_assisted_decoding(self, original, target, *args, **kwargs):
         return assisted_decoding(self, original, target, *args, **kwargs)
 

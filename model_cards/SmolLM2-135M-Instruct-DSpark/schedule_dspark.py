@@ -175,8 +175,8 @@ class RestPolicy:
     LEAST_CHARGE = 0.5  # tokens a round costs at least while no draft was accepted since the start or the last pause
     FIRST_PAUSE, GROWTH, LONGEST_PAUSE = 8, 3, 216  # plain rounds
 
-    def __init__(self, cost_table: CostTable):
-        self.cost_table = cost_table
+    def __init__(self, cost_table: CostTable | None = None):
+        self.cost_table = cost_table  # needed by `record`
         self.balance = self.CREDIT
         self.pause = self.FIRST_PAUSE
         self.resting = 0
@@ -199,7 +199,15 @@ class RestPolicy:
         """
         plain = self.cost_table.verify_seconds(1, context)
         spent = self.cost_table.draft_seconds(context) + self.cost_table.verify_seconds(1 + verified, context)
-        gain = 1 + accepted - spent / plain
+        self.settle(1 + accepted - spent / plain, accepted)
+
+    def settle(self, gain: float, accepted: int) -> None:
+        """Count a drafted round whose worth is known.
+
+        Args:
+            gain: tokens it emitted beyond what plain decoding would have in the same time.
+            accepted: drafts that were taken.
+        """
         self.hit = self.hit or accepted > 0
         self.balance = min(self.balance + (gain if self.hit else min(gain, -self.LEAST_CHARGE)), self.RESERVE)
         if self.balance <= 0:

@@ -97,6 +97,19 @@ class DSparkStatistics:
             self.offered_per_slot[slot] -= 1
             self.accepted_per_slot[slot] -= slot < accepted
 
+    @classmethod
+    def merged(cls, parts: list["DSparkStatistics"]) -> "DSparkStatistics":
+        """The counts of several calls or requests together; times and logs are left out."""
+        whole = cls(parts[0].block_size, schedule=parts[0].schedule)
+        for part in parts:
+            for name in ("rounds", "plain_rounds", "drafted", "verified", "accepted", "generated"):
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
+            for name in ("offered_per_slot", "accepted_per_slot"):
+                setattr(whole, name, [a + b for a, b in zip(getattr(whole, name), getattr(part, name))])
+            whole.lengths += part.lengths
+            whole.rests += part.rests
+        return whole
+
     def as_dict(self) -> dict:
         """All figures as JSON values."""
         names = ("schedule", "rounds", "plain_rounds", "drafted", "verified", "accepted", "generated")
