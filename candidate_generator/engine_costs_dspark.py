@@ -29,10 +29,10 @@ from .cost_table_dspark import (
 
 logger = logging.get_logger(__name__)
 
-PROFILE_SECONDS = 10.0
+PROFILE_SECONDS = 12.0
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # packed tokens
 REQUESTS = (1, 4, 16, 32)  # that draft a block together
-CONTEXT = 512
+ROWS, CONTEXT = 8, 384  # of the forwards that show what contexts cost
 
 
 class EngineCosts:
@@ -163,30 +163,33 @@ def profile_engine(packed, batch_drafter, key: dict | None = None, seconds: floa
                 packed.release(slot)
 
     block = batch_drafter.drafter.config.block_size
+    room = getattr(packed.text_config, "max_position_embeddings", None) or CONTEXT + block + 1
+    context = max(8, min(CONTEXT, room - block - 1))
+    # Few rows and long contexts first: the storages these need are smaller than those of many rows would be.
+    deep = {n: forward(ROWS, n, context) for n in (1, 1 + block)} if packed.backend != "loop" else {}
     verify = {n: forward(min(n, 32), max(1, n // 32), 8) for n in sorted(WIDTHS, key=lambda n: (n not in (1, 32), n))}
     read = cell = 0.0
-    if packed.backend != "loop":
-        room = getattr(packed.text_config, "max_position_embeddings", None) or CONTEXT + block + 1
-        context = max(16, min(CONTEXT, room - block - 1))
+    if deep:
         curve = EngineCosts(verify, {1: 0.0})
-        one = forward(8, 1, context) - curve.verify_seconds(8)
-        wide = forward(8, 1 + block, context) - curve.verify_seconds(8 * (1 + block))
-        cell = max(0.0, (wide - one) / (8 * block * (context + block)))
-        read = max(0.0, one / (8 * context) - cell)
+        one, wide = (max(0.0, deep[n] - curve.verify_seconds(ROWS * n)) for n in (1, 1 + block))
+        cell = max(0.0, (wide - one) / (ROWS * block * (context + block)))
+        read = max(0.0, one / (ROWS * context) - cell)
     draft = {}
     for requests in REQUESTS:
         for width in dict.fromkeys((block, 2, 1)):
             draft.setdefault(requests * width, batch_drafter.time(requests, width, measure))
+    packed.clear()
+    batch_drafter.clear()
     return EngineCosts(verify, draft, read, cell, key)
 
 
 def timed(run, device: torch.device, deadline: float, repeats: int = 3) -> float:
-    """The least of a few runs behind one that warms up (other work only ever adds), of one where time is short."""
+    """The least of a few runs behind one that warms up (other work only adds), of one where time is short."""
     samples = []
-    while len(samples) <= repeats and (not samples or time.perf_counter() < deadline):
+    while len(samples) <= repeats and (len(samples) < 2 or time.perf_counter() < deadline):
         synchronize(device)
         started = time.perf_counter()
         run()
         synchronize(device)
         samples.append(time.perf_counter() - started)
-    return min(samples[1:] or samples)
+    return min(samples[1:])

@@ -134,6 +134,10 @@ class PackedTarget:
             raise ValueError(f"`backend` is {backend!r}: choose among {', '.join(BACKENDS)}.")
         self._use(backend)
 
+    def clear(self) -> None:
+        """Forget all requests and free what they held."""
+        self._use(self.backend)
+
     def _use(self, backend: str) -> None:
         self.backend = backend
         names = ("max_position_embeddings", "max_seq_len")
@@ -395,7 +399,7 @@ def probe(packed: PackedTarget, backend: str) -> float:
         first = worst(packed.verify(slots, texts, [1, 1, 1]).logits.split(1), 1)
         packed.rollback(slots[2], 2)
         texts[2] = texts[2][:-2]
-        blocks = [[5 % vocabulary, 6 % vocabulary], [8 % vocabulary], [1, 2, 3, 4]]
+        blocks = [[i % vocabulary for i in block] for block in ((5, 6), (8,), (1, 2, 3, 4))]
         texts[:] = [text + block for text, block in zip(texts, blocks)]
         logits = packed.verify(slots, blocks, [2, 1, 4]).logits
         return max(first, worst([part[-1:] for part in logits.split([2, 1, 4])], 1))

@@ -28,7 +28,7 @@ from dspark.evaluation.machine import OtherWork, look, versions, why_busy
 
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
-LEAST_REQUESTS = 4  # at each concurrency; above it one request a user
+WAVES, MOST_REQUESTS = 3, 32  # requests are `C` times up to three, and not more than 32 where that is less
 ENGINE_MODES = {
     "none": {"schedule": "none"},
     "fixed 1": {"schedule": "fixed", "fixed_length": 1},
@@ -41,6 +41,11 @@ ENGINE_MODES = {
     "asynchronous": {"schedule": "asynchronous"},
 }
 MODES = ("plain", "generate_batch", *ENGINE_MODES)
+
+
+def request_count(concurrency: int) -> int:
+    """Full waves, so that no mode ends on a part of one."""
+    return concurrency * max(1, min(WAVES, MOST_REQUESTS // concurrency))
 
 
 def run_plain(target, prompts: list[list[int]], concurrency: int, settings) -> dict:
@@ -138,7 +143,7 @@ def measure(target, drafter, prompts: list[list[int]], settings, concurrencies, 
     for mode in modes:
         one(mode, prompts[:2], 2, warm_up)
     for concurrency in concurrencies:
-        part = prompts[: max(LEAST_REQUESTS, concurrency)]
+        part = prompts[: request_count(concurrency)]
         for repeat in range(repeats):
             plain = None
             for mode in modes:
@@ -234,7 +239,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Nam
 
 def main(argv: list[str] | None = None) -> int:
     parser, args = parse(argv)
-    count = max(LEAST_REQUESTS, *args.concurrency)
+    count = max(map(request_count, args.concurrency))
     try:
         files = [read_prompts(path, count) for path in args.prompts]
     except ValueError as error:
