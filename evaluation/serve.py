@@ -43,8 +43,7 @@ class Service:
     """
 
     def __init__(self, engine, tokenizer, name: str, max_tokens: int | None = None):
-        longest = getattr(engine.packed.text_config, "max_position_embeddings", None) or float("inf")
-        self.context = min(longest, engine.planner.reach, engine.max_cached_tokens or longest)
+        self.context = min(engine.max_length, engine.max_cached_tokens or engine.max_length)
         if self.context == float("inf") and max_tokens is None:
             raise ValueError("the target's config names no longest text: give `--max-tokens`.")
         self.engine, self.tokenizer, self.name, self.max_tokens = engine, tokenizer, name, max_tokens

@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from conftest import VOCAB, ScriptedDrafter, config, make_drafter, make_target
 from same import seeded
+from transformers import StoppingCriteria
 
 from dspark.candidate_generator.packed_target_dspark import PackedTarget
 from dspark.modeling_dspark.target_dspark import TargetLink, decoder_layers
@@ -305,3 +306,28 @@ def assert_rows(target, batch, drafter, kind: str | None = None, schedule: str =
     elif kind == "never":
         assert statistics.accepted == 0 < statistics.verified
     return out
+
+
+def ends_of(texts, batch, counts) -> list[int]:
+    """Ids that end the rows after about `counts` new tokens."""
+    return [text[int(seen.sum()) + n] for text, seen, n in zip(texts, batch["attention_mask"], counts)]
+
+
+class LastToken(StoppingCriteria):
+    def __init__(self, ids):
+        self.ids = torch.tensor(ids)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids[:, -1], self.ids)
+
+
+class ByRowLength(StoppingCriteria):
+    """Another length for every row of a batch of four."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert input_ids.shape[0] == 4
+        return input_ids.shape[1] >= torch.tensor([16, 19, 22, 18])
+
+
+def unused_id(texts) -> int:
+    return next(i for i in range(1, VOCAB) if not any(i in text for text in texts))

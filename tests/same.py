@@ -1,5 +1,6 @@
 """What the tests of equal output share: targets with their texts, a tokenizer, and the comparison itself."""
 
+import copy
 from functools import cache
 
 import torch
@@ -73,3 +74,15 @@ def characters() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", clean_up_tokenization_spaces=False)
+
+
+TEMPLATE = (
+    "{% if messages[0].role == 'assistant' %}{{ raise_exception('begin with the user') }}{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}@{% endif %}"
+)
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(characters())
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
