@@ -10,7 +10,6 @@ reliability diagram. Another sampling temperature uses the nearest regime.
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -142,12 +141,11 @@ def check_drafter_folder(folder: Path) -> None:
 
 def write_temperatures(folder: Path, temperatures: dict) -> None:
     """Put the temperatures into a saved drafter's config, atomically; nothing else changes."""
+    from dspark.candidate_generator.cost_table_dspark import write_json
+
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["confidence_temperatures"] = temperatures
-    beside = path.with_name("config.json.new")
-    beside.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_json(path, dict(sorted({**config, "confidence_temperatures": temperatures}.items())))
 
 
 def main(argv: list[str] | None = None) -> int:

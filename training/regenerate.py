@@ -127,6 +127,8 @@ def regenerate(
         "seed": seed,
         **{key: getattr(generation, key) for key in ("do_sample", "temperature", "top_k", "top_p")},
     }
+    from dspark.candidate_generator.cost_table_dspark import write_json
+
     earlier_seconds, started = 0.0, time.process_time()
 
     def note_seconds() -> float:
@@ -307,13 +309,6 @@ def earlier_mask(tokenizer, messages: list[dict], ids: list[int]) -> list[int]:
     except ValueError:
         return [0] * len(ids)
     return mask + [0] * (len(ids) - len(mask)) if ids[: len(earlier)] == earlier else [0] * len(ids)
-
-
-def write_json(path: Path, value: dict) -> None:
-    """Atomically."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
