@@ -110,6 +110,10 @@ class BatchDrafter:
         self.drafter, self.link = drafter, link
         self.cache = DraftSlots(drafter)
 
+    def clear(self) -> None:
+        """Forget all requests and free what they held."""
+        self.cache = DraftSlots(self.drafter)
+
     def acquire(self) -> int:
         return self.cache.slots.acquire()
 

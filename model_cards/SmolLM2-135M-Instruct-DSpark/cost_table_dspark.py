@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-import tempfile
+import threading
 import time
 from bisect import bisect_right
 from pathlib import Path
@@ -117,14 +117,13 @@ def write_json(path: str | os.PathLike, content) -> None:
     """Write JSON atomically, making its folder: a reader sees the old file or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1)
-    file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8")
+    text = json.dumps(content, indent=2) + "\n"
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")  # no other writer's
     try:
-        with file:
-            file.write(text)
-        os.replace(file.name, path)
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
     except BaseException:
-        os.unlink(file.name)
+        beside.unlink(missing_ok=True)
         raise
 
 
@@ -195,32 +194,42 @@ def table_path(key: dict) -> Path:
 def cost_table_for(drafter, target) -> CostTable:
     """The table decoding schedules with: `drafter.cost_table`, else the one kept for this machine, else a new profile
     (at most `PROFILE_SECONDS`), which is kept."""
-    if drafter.cost_table is not None:
-        if not hasattr(drafter.cost_table, "verify_seconds"):
+    given = drafter.cost_table
+    if hasattr(given, "for_one_request"):  # an engine's costs
+        return given.for_one_request(drafter.config.block_size)
+    if given is not None:
+        if not hasattr(given, "verify_seconds"):
             raise TypeError(
-                f"`drafter.cost_table` is a {type(drafter.cost_table).__name__}: give a CostTable "
-                "(`CostTable.load(path)` reads one), or None to let decoding measure it."
+                f"`drafter.cost_table` is a {type(given).__name__}: give a CostTable (`CostTable.load(path)` reads "
+                "one), or None to let decoding measure it."
             )
-        return drafter.cost_table
-    key = table_key(drafter, target)
-    path = table_path(key)
-    tables = drafter._runtime.cost_tables
-    if path not in tables:
+        return given
+    path = table_path(table_key(drafter, target))
+    return kept_or_measured(drafter._runtime.cost_tables, path, CostTable, lambda: profile(drafter, target))
+
+
+def kept_or_measured(kept: dict, path: Path, kind, measure):
+    """The table of a process (`kept`), else of the disk, else `measure()`, which is kept if it is plausible.
+
+    Args:
+        kind: the table's class, with `load`, `plausible` and `save`.
+    """
+    if path not in kept:
         try:
-            tables[path] = CostTable.load(path)
+            kept[path] = kind.load(path)
         except (OSError, ValueError):
-            tables[path] = profile(drafter, target)
-            if not tables[path].plausible():
+            kept[path] = measure()
+            if not kept[path].plausible():
                 logger.warning(
-                    "the cost table was measured while the machine was busy (more tokens cost less than one): it "
+                    "the cost table was measured while the machine was busy (more tokens cost less than fewer): it "
                     "serves this process and is not kept. On a quiet machine the next process measures again."
                 )
-                return tables[path]
+                return kept[path]
             try:
-                tables[path].save(path)
+                kept[path].save(path)
             except OSError as error:  # a read-only home: the table lives as long as the drafter
                 logger.info(f"the cost table was not kept: {error}")
-    return tables[path]
+    return kept[path]
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from .cost_table_dspark import (
     CostTable,
     cache_folder,
     interpolate,
+    kept_or_measured,
     monotone,
     synchronize,
     table_key,
@@ -29,10 +30,10 @@ from .cost_table_dspark import (
 
 logger = logging.get_logger(__name__)
 
-PROFILE_SECONDS = 10.0
+PROFILE_SECONDS = 12.0
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # packed tokens
 REQUESTS = (1, 4, 16, 32)  # that draft a block together
-CONTEXT = 512
+ROWS, CONTEXT = 8, 384  # of the forwards that show what contexts cost
 
 
 class EngineCosts:
@@ -66,6 +67,14 @@ class EngineCosts:
         """What a table for one request says of many: its first row by tokens, and one price for a block."""
         row = table.verify[min(table.verify)]
         return cls(row, {1: table.draft_seconds(0)})
+
+    def for_one_request(self, block_size: int) -> CostTable:
+        """The same costs as a table for decoding one request."""
+        verify = {
+            context: {n: self.verify_seconds(n, 1, n, context) for n in range(1, block_size + 2)}
+            for context in (32, 1024)
+        }
+        return CostTable(verify, {0: self.draft_seconds(block_size)}, self.key)
 
     def draft_seconds(self, slots: int) -> float:
         """Of drafting `slots` slots in one pass of the backbone, over all requests."""
@@ -121,29 +130,26 @@ def engine_costs_for(drafter, packed, batch_drafter) -> EngineCosts:
     given = drafter.cost_table
     if given is not None:
         return given if isinstance(given, EngineCosts) else EngineCosts.from_table(given)
-    key = {**table_key(drafter, packed.target), "engine": packed.backend}
-    path = cache_folder() / table_path(key).name.replace("cost_table", "engine_costs")
-    kept = drafter._runtime.cost_tables
-    if path not in kept:
-        try:
-            kept[path] = EngineCosts.load(path)
-        except (OSError, ValueError):
-            kept[path] = profile_engine(packed, batch_drafter, key)
-            if not kept[path].plausible():
-                logger.warning(
-                    "the engine's costs were measured while the machine was busy (more tokens cost much less than "
-                    "fewer): they serve this process and are not kept."
-                )
-                return kept[path]
-            try:
-                kept[path].save(path)
-            except OSError as error:
-                logger.info(f"the engine's costs were not kept: {error}")
-    return kept[path]
+    return kept_or_measured(
+        drafter._runtime.cost_tables,
+        engine_costs_path(engine_key(drafter, packed)),
+        EngineCosts,
+        lambda: profile_engine(packed, batch_drafter),
+    )
+
+
+def engine_key(drafter, packed) -> dict:
+    """What measured costs hold for."""
+    return {**table_key(drafter, packed.target), "engine": packed.backend}
+
+
+def engine_costs_path(key: dict) -> Path:
+    """Where they are kept."""
+    return cache_folder() / table_path(key).name.replace("cost_table", "engine_costs")
 
 
 @torch.no_grad()
-def profile_engine(packed, batch_drafter, key: dict | None = None, seconds: float = PROFILE_SECONDS) -> EngineCosts:
+def profile_engine(packed, batch_drafter, seconds: float = PROFILE_SECONDS) -> EngineCosts:
     """Time packed forwards by tokens, by context and by block, and drafting by requests; draws no random number.
 
     Contexts are slots of zeros, so nothing is prefilled.
@@ -163,30 +169,33 @@ def profile_engine(packed, batch_drafter, key: dict | None = None, seconds: floa
                 packed.release(slot)
 
     block = batch_drafter.drafter.config.block_size
+    room = getattr(packed.text_config, "max_position_embeddings", None) or CONTEXT + block + 1
+    context = max(8, min(CONTEXT, room - block - 1))
+    # Few rows and long contexts first: the storages these need are smaller than those of many rows would be.
+    deep = {n: forward(ROWS, n, context) for n in (1, 1 + block)} if packed.backend != "loop" else {}
     verify = {n: forward(min(n, 32), max(1, n // 32), 8) for n in sorted(WIDTHS, key=lambda n: (n not in (1, 32), n))}
     read = cell = 0.0
-    if packed.backend != "loop":
-        room = getattr(packed.text_config, "max_position_embeddings", None) or CONTEXT + block + 1
-        context = max(16, min(CONTEXT, room - block - 1))
+    if deep:
         curve = EngineCosts(verify, {1: 0.0})
-        one = forward(8, 1, context) - curve.verify_seconds(8)
-        wide = forward(8, 1 + block, context) - curve.verify_seconds(8 * (1 + block))
-        cell = max(0.0, (wide - one) / (8 * block * (context + block)))
-        read = max(0.0, one / (8 * context) - cell)
+        one, wide = (max(0.0, deep[n] - curve.verify_seconds(ROWS * n)) for n in (1, 1 + block))
+        cell = max(0.0, (wide - one) / (ROWS * block * (context + block)))
+        read = max(0.0, one / (ROWS * context) - cell)
     draft = {}
     for requests in REQUESTS:
         for width in dict.fromkeys((block, 2, 1)):
             draft.setdefault(requests * width, batch_drafter.time(requests, width, measure))
-    return EngineCosts(verify, draft, read, cell, key)
+    packed.clear()
+    batch_drafter.clear()
+    return EngineCosts(verify, draft, read, cell, engine_key(batch_drafter.drafter, packed))
 
 
 def timed(run, device: torch.device, deadline: float, repeats: int = 3) -> float:
-    """The least of a few runs behind one that warms up (other work only ever adds), of one where time is short."""
+    """The least of a few runs behind one that warms up (other work only adds), of one where time is short."""
     samples = []
-    while len(samples) <= repeats and (not samples or time.perf_counter() < deadline):
+    while len(samples) <= repeats and (len(samples) < 2 or time.perf_counter() < deadline):
         synchronize(device)
         started = time.perf_counter()
         run()
         synchronize(device)
         samples.append(time.perf_counter() - started)
-    return min(samples[1:] or samples)
+    return min(samples[1:])

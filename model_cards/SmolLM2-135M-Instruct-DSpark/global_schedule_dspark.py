@@ -121,7 +121,7 @@ class GlobalScheduler:
             self._past.append((pool.survivals, pool.slots))
         lengths = pool.lengths(min(count, pool.size, room))
         if self.kind == "throughput" and self.bridging:
-            self._remember(c, lengths, limits)
+            self._remember(c, lengths, pool.allowed)
         return lengths
 
     def _first(self, lengths: torch.LongTensor, room: int) -> torch.LongTensor:
@@ -175,10 +175,10 @@ class GlobalScheduler:
         better = (pool.tokens[count] + values.cumsum(0)) / seconds > pool.theta[count]
         return int(better.long().argmax()) + 1 if bool(better.any()) else 0
 
-    def _remember(self, c: torch.Tensor, lengths: torch.Tensor, limits: torch.Tensor) -> None:
+    def _remember(self, c: torch.Tensor, lengths: torch.Tensor, allowed: torch.Tensor) -> None:
         """Means for later rounds, from the confidences the walk examined."""
         slots = torch.arange(c.shape[1])
-        examined = (slots <= lengths[:, None]) & (slots < limits[:, None])
+        examined = allowed & (slots <= lengths[:, None])
         self._sums[: c.shape[1]] += torch.where(examined, c, 0.0).sum(0)
         self._counts[: c.shape[1]] += examined.sum(0)
 

@@ -116,7 +116,7 @@ def packed_attention(
         raise NotImplementedError(f"{type(module).__name__} hands `{unknown[0]}` to its attention")
     window, chunk = step.reach(module, sliding_window)
     sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
-    packing = step.packing
+    packing = step.packing.on(query.device)
     if step.flash is not None and chunk is None:
         lengths = packing.varlen()
         keys, values = (stored[lengths.rows, :, lengths.places].transpose(0, 1)[None] for stored in (key, value))

@@ -60,11 +60,11 @@ class SlotLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
-        packing = self.owner.packing
+        packing = self.owner.packing.on(key_states.device)
         key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)  # [T, H, D]
         self.storage.write(key, value, packing.token_rows, packing.token_places)
         if self.owner.gather is not None:
-            rows, places = self.owner.gather
+            rows, places = (index.to(key.device) for index in self.owner.gather)
             return tuple(s[rows, :, places].transpose(0, 1)[None] for s in (self.storage.keys, self.storage.values))
         view = slice(packing.first, packing.last), slice(None), slice(0, packing.keys)
         return self.storage.keys[view], self.storage.values[view]
@@ -134,6 +134,10 @@ class PackedTarget:
             raise ValueError(f"`backend` is {backend!r}: choose among {', '.join(BACKENDS)}.")
         self._use(backend)
 
+    def clear(self) -> None:
+        """Forget all requests and free what they held."""
+        self._use(self.backend)
+
     def _use(self, backend: str) -> None:
         self.backend = backend
         names = ("max_position_embeddings", "max_seq_len")
@@ -179,7 +183,8 @@ class PackedTarget:
         if len(parts) > 1:
             return self._verify_in_parts(parts, rows, tokens, keep)
         count, real = len(rows), sum(map(len, tokens))
-        if self.bucket > 1 and self.backend != "loop" and real % self.bucket:
+        far = any(self._end(row, ids) > self.alone_from for row, ids in zip(rows, tokens))
+        if self.bucket > 1 and self.backend != "loop" and not far and real % self.bucket:
             rows = [*rows, self.acquire()]  # nothing of it is kept
             tokens, keep = [*tokens, [0] * (-real % self.bucket)], [*keep, 0]
         starts = [self.slots.lengths[row] for row in rows]
@@ -199,12 +204,16 @@ class PackedTarget:
             verified.features = verified.features[:real]
         return verified
 
+    def _end(self, row: int, tokens: list[int]) -> int:
+        """First position behind a request's next tokens."""
+        return self._first_position[row] + self.slots.lengths[row] + len(tokens)
+
     def _parts(self, rows, tokens) -> list[list[int]]:
         """Indices of the requests that may share a forward: all, but for those that are far enough for the target to
         treat a whole forward by its longest text, and for keys beyond what a mask's positions reach."""
         if self.backend == "loop":
             return [list(range(len(rows)))]
-        ends = [self._first_position[row] + self.slots.lengths[row] + len(t) for row, t in zip(rows, tokens)]
+        ends = [self._end(row, ids) for row, ids in zip(rows, tokens)]
         shared = [i for i, end in enumerate(ends) if end <= self.alone_from]
         alone = [[i] for i, end in enumerate(ends) if end > self.alone_from]
         parts, keys, count = [], 0, 0
@@ -250,7 +259,7 @@ class PackedTarget:
         if self.positions:
             arguments["position_ids"] = packing.token_places[None] + torch.tensor([offsets], device=device)
         wanted = [i for n, end in zip(keep, packing.bounds[1:]) for i in range(end - n, end)]
-        wanted = torch.tensor(wanted or [0], device=device)
+        wanted = torch.tensor(wanted or [0], device=self.target.get_output_embeddings().weight.device)
         if self.short:
             arguments["logits_to_keep"] = wanted
         with self._packed(packing) as mask:
@@ -395,7 +404,7 @@ def probe(packed: PackedTarget, backend: str) -> float:
         first = worst(packed.verify(slots, texts, [1, 1, 1]).logits.split(1), 1)
         packed.rollback(slots[2], 2)
         texts[2] = texts[2][:-2]
-        blocks = [[5 % vocabulary, 6 % vocabulary], [8 % vocabulary], [1, 2, 3, 4]]
+        blocks = [[i % vocabulary for i in block] for block in ((5, 6), (8,), (1, 2, 3, 4))]
         texts[:] = [text + block for text, block in zip(texts, blocks)]
         logits = packed.verify(slots, blocks, [2, 1, 4]).logits
         return max(first, worst([part[-1:] for part in logits.split([2, 1, 4])], 1))

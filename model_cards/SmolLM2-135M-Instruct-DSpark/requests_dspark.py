@@ -3,7 +3,7 @@
 import time
 
 import torch
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from .candidate_generator_dspark import read_settings
 from .sampling_dspark import GREEDY_TEMPERATURE, is_stateless_warper
@@ -69,7 +69,7 @@ class Request:
 
         self.max_length = settings.max_length
         self.eos_ids: set[int] = set()
-        self.criteria = []
+        self.criteria = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos_ids.update(criterion.eos_token_id.flatten().tolist())
@@ -124,13 +124,13 @@ class Request:
             self.finished = "length"
         if self.criteria:  # asked at every token, also the last, as plain decoding does
             shown = self.shown([], device)
-            if any(bool(criterion(shown, None)[self.row]) for criterion in self.criteria):
-                self.finished = self.finished if self.finished == "stop" else "stop"
+            if bool(self.criteria(shown, None)[self.row]):
+                self.finished = "stop"
         return self.finished is not None
 
     def write_on(self, length: int) -> None:
         """Go on behind an end, up to a length of text that nothing else ends."""
-        self.finished, self.max_length, self.eos_ids, self.criteria = None, length, set(), []
+        self.finished, self.max_length, self.eos_ids, self.criteria = None, length, set(), StoppingCriteriaList()
 
     def fail(self, error: BaseException) -> None:
         self.error = error  # before the end shows in another thread

@@ -140,6 +140,7 @@ class Packing:
             return torch.tensor(values, dtype=torch.long, device=device)
 
         self.rows, self.starts, self.counts = rows, starts, counts
+        self.device, self._elsewhere = device, {}
         self._varlen: Varlen | None = None
         self.first, self.last = min(rows), max(rows) + 1
         self.keys = max(s + n for s, n in zip(starts, counts))
@@ -177,6 +178,14 @@ class Packing:
                     index=None if dense else ints(slots),
                 )
             )
+
+    def on(self, device: torch.device) -> "Packing":
+        """The same geometry on another device, for targets whose layers are spread over several."""
+        if device == self.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Packing(self.rows, self.starts, self.counts, device)
+        return self._elsewhere[device]
 
     def varlen(self) -> "Varlen":
         """The layout flash attention takes: every request's keys behind the last one's. Made once a forward."""
