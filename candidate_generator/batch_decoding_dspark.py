@@ -120,6 +120,8 @@ def row_layout(input_ids: torch.LongTensor, model_kwargs: dict) -> tuple[list[in
     batch, length = input_ids.shape
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     mask = torch.ones(batch, length) if mask is None else mask.cpu()
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"`attention_mask` is {tuple(mask.shape)}, the ids are {(batch, length)}.")
     paddings = []
     for row, seen in enumerate(mask.bool().tolist()):
         if True not in seen:

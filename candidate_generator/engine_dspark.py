@@ -169,7 +169,7 @@ class DSparkEngine:
         with self._changed:
             if len(self.waiting) >= self.max_waiting:
                 raise EngineFull(f"{len(self.waiting)} requests are waiting (`max_waiting`): try again later.")
-            request.id = next(self._ids)
+            request.id, request.engine = next(self._ids), self
             request.times["submitted"] = time.perf_counter()
             self.waiting.append(request)
             self._changed.notify_all()
@@ -188,8 +188,11 @@ class DSparkEngine:
         reading cancels the request.
 
         Raises:
+            ValueError: for a request that was not queued here.
             Exception: what ended the request, if it failed.
         """
+        if request.engine is not self:
+            raise ValueError("this request was not submitted to this engine.")
         at = request.prompt_length
         try:
             while True:

@@ -42,6 +42,8 @@ def prompt_ids(input_ids, vocabulary: int) -> torch.LongTensor:
     Raises:
         ValueError: for an empty prompt, a batch, or ids that are none.
     """
+    if isinstance(input_ids, str):
+        raise ValueError("`input_ids` is text: give the tokenizer's ids.")
     ids = torch.as_tensor(input_ids)
     ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
     if ids.dim() != 1 or not len(ids) or ids.is_floating_point():

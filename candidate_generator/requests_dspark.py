@@ -85,6 +85,7 @@ class Request:
         self.draft_slot: int | None = None
         self.cached = 0  # tokens in the target's cache
         self.held = False  # keeps its slot when it ends
+        self.engine = None  # where it was queued
         self._features: list[torch.Tensor] = []
 
     # ---- the text

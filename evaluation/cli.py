@@ -12,6 +12,7 @@ COMMANDS = {
     "publish": ("training.publish", "a complete Hub repo of it, or the layout serving engines read"),
     "acceptance": ("evaluation.acceptance", "accepted length by prompt set and slot, apart from speed"),
     "benchmark": ("evaluation.benchmark", "time plain and assisted decoding in turn on your prompts"),
+    "load": ("evaluation.load", "throughput against speed per user under load, schedule by schedule"),
     "profile": (
         "evaluation.profiling",
         "measure and print the cost table of a target and its drafter on this machine",

@@ -311,12 +311,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tokenizer = load_tokenizer(args.target)
         target, drafter = load_models(args)
+        print("making the engine; the first time its costs are measured, in about 15 seconds", flush=True)
         limits = {name: getattr(args, name) for name in ("max_requests", "max_waiting", "max_cached_tokens")}
         engine = DSparkEngine(target, drafter, schedule=args.schedule, **limits)
         name = args.model_name or (Path(args.target).resolve().name if Path(args.target).is_dir() else args.target)
         service = Service(engine, tokenizer, name, args.max_tokens)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if args.api_key is None and args.host not in ("127.0.0.1", "localhost", "::1"):
+        print(f"warning: whoever reaches {args.host} can use this server: give --api-key.", flush=True)
     server = make_server(service, args.api_key)
     bound.listen()
     host, port = bound.getsockname()[:2]

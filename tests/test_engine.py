@@ -190,6 +190,32 @@ def test_refusals_name_what_and_queue_nothing(target, prompts):
         engine_for(target, schedule="best")
 
 
+def test_a_stream_of_another_engines_request_is_refused(target, prompts):
+    request = engine_for(target).submit(prompts[0], max_new_tokens=5)
+    with pytest.raises(ValueError, match="this engine"):
+        list(engine_for(target).stream(request))
+
+
+def test_two_threads_decode_batches_on_one_target(target, prompts):
+    """They take turns, and leave the target as it was."""
+    attention = target.config._attn_implementation
+    ids = torch.tensor([prompts[1], prompts[1][::-1]])
+    expected = plain(target, ids, max_new_tokens=12)
+    texts = {}
+
+    def decode(i):
+        settings = config(max_new_tokens=12, dspark_schedule="fixed")
+        texts[i] = target.generate(ids, assistant_model=make_drafter(target), generation_config=settings)
+
+    threads = [threading.Thread(target=decode, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(texts) == 4 and all(torch.equal(text, expected) for text in texts.values())
+    assert target.config._attn_implementation == attention
+
+
 def test_learned_positions_bound_a_request(prompts):
     target = lively_target("llama", max_position_embeddings=64)
     engine = engine_for(target)

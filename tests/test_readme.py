@@ -47,6 +47,11 @@ def test_python_blocks_run(tmp_path, monkeypatch, capsys):
     assert torch.equal(scope["out"], plain[:, : scope["out"].shape[1]])
 
 
+def test_every_command_it_names_is_one():
+    named = set(re.findall(r"(?:`|^)dspark ([a-z]+)", README.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert {"load", "serve", "benchmark"} <= named <= set(cli.COMMANDS)
+
+
 def test_training_section_runs(tmp_path, monkeypatch, capsys):
     """Its commands in order, as they stand, with a tiny target and settings to match: from prompts to a published
     drafter that `generate` takes."""
