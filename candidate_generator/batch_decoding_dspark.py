@@ -85,7 +85,7 @@ def batch_decoding(
     statistics.verify_seconds = engine.statistics.verify_seconds
     drafter.statistics = statistics
 
-    out = input_ids.new_full((batch, longest), columns.pad)
+    out = input_ids.new_full((batch, longest), columns.pad, dtype=torch.long)
     for row, request in zip(out, requests):
         row[: len(request.ids)] = torch.tensor(request.ids, dtype=row.dtype)
     return GenerateDecoderOnlyOutput(sequences=out) if generation_config.return_dict_in_generate else out

@@ -49,7 +49,7 @@ class DraftSlots:
         flat = (t.transpose(1, 2).flatten(0, 1) for t in (key, value))  # [R * W, Hkv, D]
         storage.write(*flat, packing.token_rows, packing.token_places)
         tokens = query.transpose(1, 2).flatten(0, 1)  # [R * W, Hq, D]
-        out = torch.empty_like(tokens)
+        out = None
         for group in packing.groups:
             rectangle = tokens.new_zeros(len(group.starts), group.queries, *tokens.shape[1:])
             rectangle[group.row, group.offset] = tokens[group.tokens]
@@ -60,6 +60,8 @@ class DraftSlots:
                 self._mask(group, module, query.shape[1] // key.shape[1], query.dtype),
                 module.scaling,
             )
+            if out is None:
+                out = attended.new_empty(tokens.shape)
             out[group.tokens] = attended[group.row, group.offset]
         return out.view(query.shape[0], query.shape[2], *out.shape[1:])
 
@@ -113,6 +115,11 @@ class BatchDrafter:
     def clear(self) -> None:
         """Forget all requests and free what they held."""
         self.cache = DraftSlots(self.drafter)
+
+    def free_if_large(self) -> None:
+        """Free what long requests made the storages grow to; only when no slot is taken."""
+        if self.cache.slots.large:
+            self.clear()
 
     def acquire(self) -> int:
         return self.cache.slots.acquire()

@@ -142,6 +142,11 @@ class PackedTarget:
         """Forget all requests and free what they held."""
         self._use(self.backend)
 
+    def free_if_large(self) -> None:
+        """Free what long requests made the storages grow to; only when no slot is taken."""
+        if self.slots.large:
+            self.clear()
+
     def _use(self, backend: str) -> None:
         self.backend = backend
         names = ("max_position_embeddings", "max_seq_len")
@@ -263,7 +268,8 @@ class PackedTarget:
         if self.positions:
             arguments["position_ids"] = packing.token_places[None] + torch.tensor([offsets], device=device)
         wanted = [i for n, end in zip(keep, packing.bounds[1:]) for i in range(end - n, end)]
-        wanted = torch.tensor(wanted or [0], device=self.target.get_output_embeddings().weight.device)
+        head = self.target.get_output_embeddings().weight.device
+        wanted = torch.tensor(wanted or [0], device=device if head.type == "meta" else head)
         if self.short:
             arguments["logits_to_keep"] = wanted
         with self._packed(packing) as mask:
@@ -291,7 +297,7 @@ class PackedTarget:
         if str(own).startswith("dspark_packed"):
             raise RuntimeError("this target is in a packed forward already, in another thread: give each its own.")
         flash = ALL_ATTENTION_FUNCTIONS[own] if own in FLASH else None
-        token = CURRENT.set(PackedStep(packing, self.text_config, flash))
+        token = CURRENT.set(PackedStep(packing, self.text_config, flash, softcaps=own != "sdpa"))
         try:
             self.text_config._attn_implementation = PACKED
             yield None

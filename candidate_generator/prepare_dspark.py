@@ -86,3 +86,8 @@ def refuse_guidance(processors) -> None:
             "`guidance_scale` keeps a cache of its own, which cannot follow rejected drafts: drop it, or drop "
             "`assistant_model`."
         )
+    if any("SynthID" in type(p).__name__ for p in processors or ()):
+        raise ValueError(
+            "SynthID watermarks keep a state of their own, which cannot follow rejected drafts: drop "
+            "`watermarking_config`, or drop `assistant_model`."
+        )

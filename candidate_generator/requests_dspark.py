@@ -149,7 +149,11 @@ class Request:
 
     def keep_features(self, features: torch.Tensor) -> None:
         """Features `[n, F]` of tokens that are now in the target's cache for good."""
+        if self.cap == 0:
+            return
         self._features.append(features.clone())
+        if len(self._features) == 64:  # a long rest
+            self._features = [torch.cat(self._features)]
 
     def take_features(self) -> torch.Tensor:
         """Those not in the draft cache yet."""

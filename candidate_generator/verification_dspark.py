@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from transformers.generation import PrefixConstrainedLogitsProcessor
 
 from .batch_drafter_dspark import grouped, uniforms
 from .sampling_dspark import draw_from, is_stateless_warper
@@ -73,6 +74,12 @@ def processed(group: list[Block], logits: torch.Tensor) -> torch.Tensor:
             request = block.request
             for length in range(len(block.drafts) + 1):
                 prefix = request.shown(block.drafts[:length], logits.device)
+                allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
+                if allowed is not None:  # a constraint of this row's may not know the text in another row's place
+                    processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(request.row, ids), 1)
+                    out.append(processor(prefix[:1], scores[row][None].clone())[0])
+                    row += 1
+                    continue
                 row_scores = scores[row][None].expand(len(prefix), -1).clone()
                 out.append(processor(prefix, row_scores)[request.row])
                 row += 1

@@ -28,7 +28,7 @@ def steady(count: int) -> list[int]:
     return [count]
 
 
-def bursts(count: int, size: int = 12, gap: int = 25) -> list[int]:
+def bursts(count: int, size: int = 8, gap: int = 18) -> list[int]:
     """`size` requests at a time, with steps between in which the load falls."""
     out = []
     while count > 0:

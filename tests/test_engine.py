@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from conftest import VOCAB, config, lively_target, make_drafter, plain
+from conftest import VOCAB, config, make_drafter, plain
 from same import characters, seeded, shared
 
 from dspark.candidate_generator import DSparkEngine, EngineCosts, EngineFull
@@ -216,11 +216,54 @@ def test_two_threads_decode_batches_on_one_target(target, prompts):
     assert target.config._attn_implementation == attention
 
 
-def test_learned_positions_bound_a_request(prompts):
-    target = lively_target("llama", max_position_embeddings=64)
+def test_a_batch_may_ask_for_more_than_learned_positions_if_it_ends_before():
+    from conftest import make_target
+
+    target = make_target("gpt2", num_key_value_heads=None, intermediate_size=None, max_position_embeddings=48)
+    ids = torch.randint(3, VOCAB, (2, 6), generator=seeded(0))
+    eos = plain(target, ids, max_new_tokens=10)[:, 6:].unique().tolist()
+    drafter = make_drafter(target, cost_table=COSTS)
+    how = {"eos_token_id": eos, "max_new_tokens": 60}
+    out = target.generate(ids, assistant_model=drafter, generation_config=config(dspark_schedule="fixed", **how))
+    assert torch.equal(out, plain(target, ids, pad_token_id=0, **how))
+    with pytest.raises(ValueError, match="position 48"):
+        engine_for(target).submit(ids[0], max_new_tokens=60)
+
+
+def test_storages_shrink_when_a_long_request_is_gone(target, prompts):
     engine = engine_for(target)
-    with pytest.raises(ValueError, match="position 64"):
-        engine.submit(prompts[1], max_new_tokens=60)
+    engine.submit(torch.randint(3, VOCAB, (450,), generator=seeded(1)), max_new_tokens=4, do_sample=False)
+    for _ in range(40):
+        engine.submit(prompts[0], max_new_tokens=4, do_sample=False)
+    engine.run()
+    assert engine.packed.slots.large
+    request = engine.submit(prompts[1], max_new_tokens=20, do_sample=False)
+    engine.run()
+    assert not engine.packed.slots.large and request.new_ids == text_of(target, prompts[1])
+
+
+def test_a_constraint_of_one_row_is_not_asked_about_another(target, prompts):
+    ids = torch.tensor([prompts[1], prompts[1][::-1]])
+
+    def allowed(row, text):
+        assert text[: ids.shape[1]].tolist() == ids[row].tolist()
+        return list(range(3, 40)) if row else list(range(20, 60))
+
+    drafter = make_drafter(target)
+    settings = config(max_new_tokens=15, dspark_schedule="fixed")
+    out = target.generate(ids, assistant_model=drafter, generation_config=settings, prefix_allowed_tokens_fn=allowed)
+    assert torch.equal(out, plain(target, ids, max_new_tokens=15, prefix_allowed_tokens_fn=allowed))
+    assert drafter.statistics.drafted > 0
+
+
+def test_modes_of_torch_may_change_between_steps(target, prompts):
+    engine = engine_for(target)
+    request = engine.submit(prompts[1], max_new_tokens=20, do_sample=False)
+    with torch.inference_mode():
+        for _ in range(3):
+            engine.step()
+    engine.run()
+    assert request.new_ids == text_of(target, prompts[1])
 
 
 def test_all_texts_together_stay_within_their_budget(target, prompts):
@@ -228,7 +271,7 @@ def test_all_texts_together_stay_within_their_budget(target, prompts):
     requests = [engine.submit(p, max_new_tokens=20, do_sample=False) for p in prompts[:3]]
     while engine.busy:
         engine.step()
-        assert sum(r.max_length for r in engine.active) <= 60
+        assert len(engine.active) * max((r.max_length for r in engine.active), default=0) <= 60
     assert all(r.new_ids == text_of(target, p) for r, p in zip(requests, prompts))
 
 

@@ -85,7 +85,7 @@ def batch_decoding(
     statistics.verify_seconds = engine.statistics.verify_seconds
     drafter.statistics = statistics
 
-    out = input_ids.new_full((batch, longest), columns.pad)
+    out = input_ids.new_full((batch, longest), columns.pad, dtype=torch.long)
     for row, request in zip(out, requests):
         row[: len(request.ids)] = torch.tensor(request.ids, dtype=row.dtype)
     return GenerateDecoderOnlyOutput(sequences=out) if generation_config.return_dict_in_generate else out
@@ -120,6 +120,8 @@ def row_layout(input_ids: torch.LongTensor, model_kwargs: dict) -> tuple[list[in
     batch, length = input_ids.shape
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     mask = torch.ones(batch, length) if mask is None else mask.cpu()
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"`attention_mask` is {tuple(mask.shape)}, the ids are {(batch, length)}.")
     paddings = []
     for row, seen in enumerate(mask.bool().tolist()):
         if True not in seen:

@@ -221,8 +221,9 @@ def kept_or_measured(kept: dict, path: Path, kind, measure):
             kept[path] = measure()
             if not kept[path].plausible():
                 logger.warning(
-                    "the cost table was measured while the machine was busy (more tokens cost less than fewer): it "
-                    "serves this process and is not kept. On a quiet machine the next process measures again."
+                    "the cost table was measured while the machine was busy (more tokens seemed to cost less than "
+                    "fewer), so the schedule may choose badly in this process. It is not kept: the next process, or "
+                    "`dspark profile` on a quiet machine, measures again."
                 )
                 return kept[path]
             try:

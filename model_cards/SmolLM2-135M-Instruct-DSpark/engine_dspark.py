@@ -20,7 +20,6 @@ import torch
 from transformers.utils import logging
 
 from .batch_drafter_dspark import BatchDrafter
-from .candidate_generator_dspark import rope_parameters
 from .draft_plan_dspark import DraftPlanner
 from .engine_costs_dspark import EngineCosts, engine_costs_for
 from .engine_records_dspark import EngineStatistics, Entry, StepWork
@@ -55,7 +54,8 @@ class DSparkEngine:
         max_step_tokens: of one packed forward.
         prefill_chunk: tokens of prompts in one step, so that long prompts do not hold up the others.
         max_length: of one request, prompt and text; by default what the target's config gives as its positions.
-        max_cached_tokens: of all requests together, prompt and text to come; by default no limit.
+        max_cached_tokens: requests at once times the longest of them, prompt and text to come, which is what their
+            slots take (up to twice that for a while, as storages double); by default no limit.
         costs: what the schedule reckons with; by default the drafter's `cost_table`, else measured once and kept.
         backend: of [`PackedTarget`].
 
@@ -92,6 +92,9 @@ class DSparkEngine:
         schedule = config.schedule if schedule is None else schedule
         if schedule not in GLOBAL_SCHEDULES:
             raise ValueError(f"`schedule` is {schedule!r}: choose among {', '.join(GLOBAL_SCHEDULES)}.")
+        if hasattr(target, "peft_config"):  # the adapters are in its layers
+            target = target.get_base_model()
+        target = getattr(target, "_orig_mod", target)
         self.target, self.drafter = target, drafter
         link = drafter.link(target)
         link.refresh()
@@ -99,9 +102,10 @@ class DSparkEngine:
         taps = config.target_layer_ids if self.drafts else []
         backends = drafter._runtime.backends.setdefault(target, {})
         flavour = (target.dtype, target.config.get_text_config(decoder=True)._attn_implementation)
-        backend = backends.get(flavour) if backend is None else backend
-        self.packed = PackedTarget(target, link.layers, taps, drafter.device, drafter.dtype, backend)
-        backends.setdefault(flavour, self.packed.backend)
+        known = backends.get(flavour) if backend is None else backend
+        self.packed = PackedTarget(target, link.layers, taps, drafter.device, drafter.dtype, known)
+        if backend is None:
+            backends[flavour] = self.packed.backend
         batch_drafter = BatchDrafter(drafter, link)
         if costs is None and schedule in ("throughput", "asynchronous"):
             costs = engine_costs_for(drafter, self.packed, batch_drafter)
@@ -160,16 +164,10 @@ class DSparkEngine:
                 f"the request may grow to {need} tokens, and `max_cached_tokens` is {self.max_cached_tokens}: shorten "
                 "the prompt or `max_new_tokens`."
             )
-        last, learned = request.first_position + need, not rope_parameters(self.packed.text_config)
-        if learned and last > self.planner.reach:
-            raise ValueError(
-                f"the request may grow to position {last}, and the target's positions end at "
-                f"{int(self.planner.reach)}: shorten the prompt or `max_new_tokens`."
-            )
         with self._changed:
             if len(self.waiting) >= self.max_waiting:
                 raise EngineFull(f"{len(self.waiting)} requests are waiting (`max_waiting`): try again later.")
-            request.id = next(self._ids)
+            request.id, request.engine = next(self._ids), self
             request.times["submitted"] = time.perf_counter()
             self.waiting.append(request)
             self._changed.notify_all()
@@ -188,8 +186,11 @@ class DSparkEngine:
         reading cancels the request.
 
         Raises:
+            ValueError: for a request that was not queued here.
             Exception: what ended the request, if it failed.
         """
+        if request.engine is not self:
+            raise ValueError("this request was not submitted to this engine.")
         at = request.prompt_length
         try:
             while True:
@@ -256,7 +257,7 @@ class DSparkEngine:
                     return
             try:
                 self.step()
-            except Exception:  # the requests it concerned have it
+            except BaseException:  # the requests it concerned have it
                 logger.exception("a step failed; its requests were ended with the error")
 
     # ---- a step
@@ -278,7 +279,8 @@ class DSparkEngine:
             except BaseException as error:
                 for request in running:
                     if request in self.active:
-                        request.fail(error)
+                        if request.finished is None:
+                            request.fail(error)
                         self._leave(request)
                 raise
             finally:
@@ -293,9 +295,13 @@ class DSparkEngine:
             for request in [r for r in self.active if r.cancelled]:
                 request.finished = request.finished or "cancelled"
                 self._leave(request)
+            if not self.active:
+                self.packed.free_if_large()
+                self.planner.batch_drafter.free_if_large()
             while self.waiting and len(self.active) < self.max_requests:
-                if self.max_cached_tokens is not None:
-                    held = sum(r.max_length - r.padding for r in (*self.active, self.waiting[0]))
+                together = [*self.active, self.waiting[0]]
+                if self.max_cached_tokens is not None:  # a slot takes the room of the longest
+                    held = len(together) * max(r.max_length - r.padding for r in together)
                     if held > self.max_cached_tokens:
                         break
                 request = self.waiting[0]

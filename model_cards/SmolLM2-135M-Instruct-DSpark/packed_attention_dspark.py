@@ -28,12 +28,13 @@ class PackedStep:
         config: the text config of the target, for the reach of each layer.
         flash: the host's flash attention function where the target uses one; it takes requests of any length behind
             each other.
+        softcaps: whether the target's own implementation applies a soft-cap (the host's sdpa does not).
     """
 
-    def __init__(self, packing, config, flash=None):
+    def __init__(self, packing, config, flash=None, softcaps: bool = True):
         self.packing = packing
         self.config = config
-        self.flash = flash
+        self.flash, self.softcaps = flash, softcaps
         self._masks: dict = {}
 
     def reach(self, module, sliding_window) -> tuple[int | None, int | None]:
@@ -115,6 +116,7 @@ def packed_attention(
     if unknown:
         raise NotImplementedError(f"{type(module).__name__} hands `{unknown[0]}` to its attention")
     window, chunk = step.reach(module, sliding_window)
+    softcap = softcap if step.softcaps else None
     sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
     packing = step.packing.on(query.device)
     if step.flash is not None and chunk is None:
@@ -145,7 +147,7 @@ def packed_attention(
             sinks,
         )  # [R, L, Hq, Dv]
         if out is None:
-            out = query.new_empty(1, len(tokens), *attended.shape[2:])
+            out = attended.new_empty(1, len(tokens), *attended.shape[2:])
         out[0, group.tokens] = attended[group.row, group.offset]
     return out, None
 

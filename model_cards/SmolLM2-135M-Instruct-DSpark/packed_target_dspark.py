@@ -11,6 +11,8 @@ The target is as it was whenever no forward runs, also after an exception.
 """
 
 import inspect
+import threading
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,6 +35,8 @@ BACKENDS = ("packed", "mask", "loop")
 # Largest error of a probe's logits, as a share of their spread. A wrong mask is off by more than half of it.
 PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 PROBE_TOLERANCE_HALF = 0.1
+_locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_making_locks = threading.Lock()
 
 
 @dataclass
@@ -138,6 +142,11 @@ class PackedTarget:
         """Forget all requests and free what they held."""
         self._use(self.backend)
 
+    def free_if_large(self) -> None:
+        """Free what long requests made the storages grow to; only when no slot is taken."""
+        if self.slots.large:
+            self.clear()
+
     def _use(self, backend: str) -> None:
         self.backend = backend
         names = ("max_position_embeddings", "max_seq_len")
@@ -193,7 +202,7 @@ class PackedTarget:
         run = self._verify_one_by_one if self.backend == "loop" else self._verify_packed
         taps = FeatureTaps(self.layers, self.layer_ids, self.device, self.dtype)
         try:
-            with taps:
+            with lock_of(self.target), taps:
                 verified = run(taps, packing, tokens, keep)
         finally:
             for spare in rows[count:]:
@@ -259,7 +268,8 @@ class PackedTarget:
         if self.positions:
             arguments["position_ids"] = packing.token_places[None] + torch.tensor([offsets], device=device)
         wanted = [i for n, end in zip(keep, packing.bounds[1:]) for i in range(end - n, end)]
-        wanted = torch.tensor(wanted or [0], device=self.target.get_output_embeddings().weight.device)
+        head = self.target.get_output_embeddings().weight.device
+        wanted = torch.tensor(wanted or [0], device=device if head.type == "meta" else head)
         if self.short:
             arguments["logits_to_keep"] = wanted
         with self._packed(packing) as mask:
@@ -284,8 +294,10 @@ class PackedTarget:
                 self.cache.packing = self.cache.gather = None
             return
         own = self.text_config._attn_implementation
+        if str(own).startswith("dspark_packed"):
+            raise RuntimeError("this target is in a packed forward already, in another thread: give each its own.")
         flash = ALL_ATTENTION_FUNCTIONS[own] if own in FLASH else None
-        token = CURRENT.set(PackedStep(packing, self.text_config, flash))
+        token = CURRENT.set(PackedStep(packing, self.text_config, flash, softcaps=own != "sdpa"))
         try:
             self.text_config._attn_implementation = PACKED
             yield None
@@ -342,6 +354,12 @@ class PackedTarget:
         return Verified(torch.cat(logits) if logits else None, features)
 
 
+def lock_of(target) -> threading.RLock:
+    """One forward at a time exchanges a target's attention."""
+    with _making_locks:
+        return _locks.setdefault(target, threading.RLock())
+
+
 def first_position_alone(text_config) -> float:
     """First position behind which a request needs a forward of its own: there the target treats all tokens of a
     forward by its longest text (`longrope` and `dynamic` rotary factors), or counts positions from the cache's length
@@ -361,7 +379,8 @@ def choose_backend(packed: PackedTarget) -> str:
     allowed = ["packed"] if getattr(target, "_supports_attention_backend", False) else []
     for backend in (*allowed, "mask"):
         try:
-            error = probe(packed, backend)
+            with lock_of(target):
+                error = probe(packed, backend)
         except Exception as problem:  # a model this was not written for may fail anywhere inside
             error, why = None, repr(problem)
         else:

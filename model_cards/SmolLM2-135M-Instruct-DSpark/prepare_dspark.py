@@ -42,6 +42,8 @@ def prompt_ids(input_ids, vocabulary: int) -> torch.LongTensor:
     Raises:
         ValueError: for an empty prompt, a batch, or ids that are none.
     """
+    if isinstance(input_ids, str):
+        raise ValueError("`input_ids` is text: give the tokenizer's ids.")
     ids = torch.as_tensor(input_ids)
     ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
     if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
@@ -83,4 +85,9 @@ def refuse_guidance(processors) -> None:
         raise ValueError(
             "`guidance_scale` keeps a cache of its own, which cannot follow rejected drafts: drop it, or drop "
             "`assistant_model`."
+        )
+    if any("SynthID" in type(p).__name__ for p in processors or ()):
+        raise ValueError(
+            "SynthID watermarks keep a state of their own, which cannot follow rejected drafts: drop "
+            "`watermarking_config`, or drop `assistant_model`."
         )

@@ -85,6 +85,7 @@ class Request:
         self.draft_slot: int | None = None
         self.cached = 0  # tokens in the target's cache
         self.held = False  # keeps its slot when it ends
+        self.engine = None  # where it was queued
         self._features: list[torch.Tensor] = []
 
     # ---- the text
@@ -148,7 +149,11 @@ class Request:
 
     def keep_features(self, features: torch.Tensor) -> None:
         """Features `[n, F]` of tokens that are now in the target's cache for good."""
+        if self.cap == 0:
+            return
         self._features.append(features.clone())
+        if len(self._features) == 64:  # a long rest
+            self._features = [torch.cat(self._features)]
 
     def take_features(self) -> torch.Tensor:
         """Those not in the draft cache yet."""

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 
-FIRST_SLOTS, FIRST_CAPACITY = 4, 128
+FIRST_SLOTS, FIRST_CAPACITY, LARGE = 4, 128, 32
 # Rows whose block or context differ by more than a factor of two are not padded to one rectangle beyond these sizes.
 SHORT_BLOCK, SHORT_CONTEXT = 16, 256
 DENSE = 0.5  # share of the rows between the first and the last of a group that makes a view cheaper than a copy
@@ -24,6 +24,11 @@ class Slots:
         self.count, self.capacity = FIRST_SLOTS, FIRST_CAPACITY
         self.lengths = [0] * self.count
         self._free = list(range(self.count - 1, -1, -1))
+
+    @property
+    def large(self) -> bool:
+        """Whether storages have grown far beyond their first size."""
+        return self.count * self.capacity > LARGE * FIRST_SLOTS * FIRST_CAPACITY
 
     @property
     def taken(self) -> int:
@@ -75,7 +80,9 @@ class SlotStorage:
         count, capacity = self.slots.count, self.slots.capacity
         if old is not None and old.shape[0] == count and old.shape[2] == capacity:
             return old
-        new = like.new_zeros(count, like.shape[1], capacity, like.shape[2])
+        shape = count, like.shape[1], capacity, like.shape[2]
+        with torch.inference_mode(False):  # it may be written to in other modes
+            new = torch.zeros(shape, dtype=like.dtype, device=like.device)
         if old is not None:
             new[: old.shape[0], :, : old.shape[2]] = old
         return new
