@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 
-FIRST_SLOTS, FIRST_CAPACITY, LARGE = 4, 128, 32
+FIRST_SLOTS, FIRST_CAPACITY, LARGE = 4, 128, 16
 # Rows whose block or context differ by more than a factor of two are not padded to one rectangle beyond these sizes.
 SHORT_BLOCK, SHORT_CONTEXT = 16, 256
 DENSE = 0.5  # share of the rows between the first and the last of a group that makes a view cheaper than a copy

@@ -69,19 +69,19 @@ def processed(group: list[Block], logits: torch.Tensor) -> torch.Tensor:
         if is_stateless_warper(processor):
             scores = processor(None, scores)
             continue
+        # A constraint of this row's may not know the text in another row's place: it is asked for this row alone.
+        allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
         out, row = [], 0
         for block in group:
             request = block.request
             for length in range(len(block.drafts) + 1):
-                prefix = request.shown(block.drafts[:length], logits.device)
-                allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
-                if allowed is not None:  # a constraint of this row's may not know the text in another row's place
-                    processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(request.row, ids), 1)
-                    out.append(processor(prefix[:1], scores[row][None].clone())[0])
-                    row += 1
-                    continue
+                prefix, own = request.shown(block.drafts[:length], logits.device), request.row
+                if allowed is not None:
+                    at = own
+                    processor = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(at, ids), 1)
+                    prefix, own = prefix[:1], 0
                 row_scores = scores[row][None].expand(len(prefix), -1).clone()
-                out.append(processor(prefix, row_scores)[request.row])
+                out.append(processor(prefix, row_scores)[own])
                 row += 1
         scores = torch.stack(out)
     return scores
