@@ -42,7 +42,8 @@ def draw_from(q: torch.Tensor, uniforms: torch.Tensor | None = None) -> torch.Lo
     wide = torch.float32 if q.device.type == "mps" else torch.float64
     cdf = q.to(wide).cumsum(dim=-1)
     total = cdf[:, -1:]
-    uniforms = torch.rand(q.shape[0], dtype=wide, device=q.device) if uniforms is None else uniforms.to(cdf)
-    point = uniforms[:, None] * total
+    if uniforms is None:
+        uniforms = torch.rand(q.shape[0], 1, dtype=wide, device=q.device)
+    point = uniforms.to(cdf).view(-1, 1) * total
     point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up to total
     return torch.searchsorted(cdf, point, right=True).squeeze(1)
