@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .draft_chain_dspark import DraftChain
-from .packed_attention_dspark import rectangle_attention
+from .packed_attention_dspark import additive, attend_groups
 from .sampling_dspark import draw_from, warped_law
 from .slots_dspark import Packing, Slots, SlotStorage
 
@@ -49,20 +49,13 @@ class DraftSlots:
         flat = (t.transpose(1, 2).flatten(0, 1) for t in (key, value))  # [R * W, Hkv, D]
         storage.write(*flat, packing.token_rows, packing.token_places)
         tokens = query.transpose(1, 2).flatten(0, 1)  # [R * W, Hq, D]
-        out = None
-        for group in packing.groups:
-            rectangle = tokens.new_zeros(len(group.starts), group.queries, *tokens.shape[1:])
-            rectangle[group.row, group.offset] = tokens[group.tokens]
-            attended = rectangle_attention(
-                rectangle.transpose(1, 2),
-                group.rows_of(storage.keys, 0),
-                group.rows_of(storage.values, 0),
-                self._mask(group, module, query.shape[1] // key.shape[1], query.dtype),
-                module.scaling,
-            )
-            if out is None:
-                out = attended.new_empty(tokens.shape)
-            out[group.tokens] = attended[group.row, group.offset]
+        repeats = query.shape[1] // key.shape[1]
+
+        def inputs(group):
+            keys, values = (group.rows_of(stored, 0) for stored in (storage.keys, storage.values))
+            return keys, values, self._mask(group, module, repeats, query.dtype)
+
+        out = attend_groups(tokens, packing.groups, inputs, module.scaling)
         return out.view(query.shape[0], query.shape[2], *out.shape[1:])
 
     def _mask(self, group, module, repeats: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,9 +71,7 @@ class DraftSlots:
                 seen = seen & (slot - at < window)
             if causal:
                 seen = seen & (at <= slot)
-            mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
-            mask = mask[:, None].expand(-1, repeats, -1, -1)
-            self._masks[key] = mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])
+            self._masks[key] = additive(seen, repeats, dtype)
         return self._masks[key]
 
 

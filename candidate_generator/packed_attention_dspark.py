@@ -63,10 +63,16 @@ class PackedStep:
                 seen &= at > query - window
             if chunk is not None:
                 seen &= at // chunk == query // chunk
-            mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
-            mask = mask[:, None].expand(-1, repeats, -1, -1)  # [R, repeats, L, K]
-            self._masks[key] = mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])
+            self._masks[key] = additive(seen, repeats, dtype)
         return self._masks[key]
+
+
+def additive(seen: torch.Tensor, repeats: int, dtype: torch.dtype) -> torch.Tensor:
+    """What may be looked at, `[R, L, K]`, as `rectangle_attention` reads it: `[R, 1, repeats * L, K]`, 0 there and the
+    lowest number elsewhere."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+    mask = mask[:, None].expand(-1, repeats, -1, -1)  # [R, repeats, L, K]
+    return mask.reshape(mask.shape[0], 1, -1, mask.shape[-1])
 
 
 def rectangle_attention(query, key, value, mask, scaling=None, softcap=None, sinks=None) -> torch.Tensor:
@@ -93,6 +99,27 @@ def rectangle_attention(query, key, value, mask, scaling=None, softcap=None, sin
         weights = torch.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
         out = weights[..., : key.shape[2]] @ value
     return out.reshape(rows, heads, length, -1).transpose(1, 2)
+
+
+def attend_groups(tokens, groups: list[Group], inputs, scaling=None, softcap=None, sinks=None) -> torch.Tensor:
+    """Attention of packed tokens `[T, Hq, D]`, group by group.
+
+    Args:
+        inputs: called with a group for its keys, values `[R, Hkv, K, *]` and mask, see `rectangle_attention`.
+
+    Returns:
+        `[T, Hq, Dv]`.
+    """
+    out = None
+    for group in groups:
+        key, value, mask = inputs(group)
+        rectangle = tokens.new_zeros(len(group.starts), group.queries, *tokens.shape[1:])
+        rectangle[group.row, group.offset] = tokens[group.tokens]
+        attended = rectangle_attention(rectangle.transpose(1, 2), key, value, mask, scaling, softcap, sinks)
+        if out is None:
+            out = attended.new_empty(len(tokens), *attended.shape[2:])
+        out[group.tokens] = attended[group.row, group.offset]
+    return out
 
 
 def packed_attention(
@@ -127,29 +154,14 @@ def packed_attention(
         reach = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
         reach = {name: value for name, value in reach.items() if value is not None}
         return step.flash(module, query, keys, values, None, scaling=scaling, is_causal=True, **reach, **kwargs)
-    tokens = query[0].transpose(0, 1)  # [T, Hq, D]
-    out = None
-    for group in packing.groups:
-        rows, repeats = len(group.starts), query.shape[1] // key.shape[1]
-        first_key = 0
-        if window is not None:  # keys that are behind the window of every row
-            first_key = max(0, group.least - window + 1)
-        mask = step.mask(group, window, chunk, first_key, repeats, query.dtype)
-        rectangle = query.new_zeros(rows, group.queries, *tokens.shape[1:])
-        rectangle[group.row, group.offset] = tokens[group.tokens]
-        attended = rectangle_attention(
-            rectangle.transpose(1, 2),
-            group.rows_of(key, packing.first, first_key),
-            group.rows_of(value, packing.first, first_key),
-            mask,
-            scaling,
-            softcap,
-            sinks,
-        )  # [R, L, Hq, Dv]
-        if out is None:
-            out = attended.new_empty(1, len(tokens), *attended.shape[2:])
-        out[0, group.tokens] = attended[group.row, group.offset]
-    return out, None
+    repeats = query.shape[1] // key.shape[1]
+
+    def inputs(group: Group):
+        first_key = 0 if window is None else max(0, group.least - window + 1)  # before it no row looks
+        keys, values = (group.rows_of(stored, packing.first, first_key) for stored in (key, value))
+        return keys, values, step.mask(group, window, chunk, first_key, repeats, query.dtype)
+
+    return attend_groups(query[0].transpose(0, 1), packing.groups, inputs, scaling, softcap, sinks)[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -55,7 +55,7 @@ class Request:
         self.cancelled = False
         self.times: dict[str, float] = {}
 
-        self.kind, self.threshold, self.cap = read_settings(drafter.config, settings)
+        kind, _, self.cap = read_settings(drafter.config, settings)
         self.do_sample = bool(settings.do_sample)
         temperature = (settings.temperature or 1.0) if self.do_sample else 0.0
         self.greedy_drafts = temperature < GREEDY_TEMPERATURE
@@ -78,7 +78,7 @@ class Request:
             else:
                 self.criteria.append(criterion)
 
-        self.statistics = DSparkStatistics(drafter.config.block_size, schedule=self.kind)
+        self.statistics = DSparkStatistics(drafter.config.block_size, schedule=kind)
         self.rest = RestPolicy()
         self.expected = [None] * drafter.config.block_size  # running mean of each slot's confidence
         self.slot: int | None = None  # of the target
